@@ -491,6 +491,22 @@ impl Group {
         })
     }
 
+    /// Part r of every tensor, which has one of the same size for each rank, becomes rank r's.
+    #[pyo3(signature = (tensors, *, timeout=None, async_op=false))]
+    fn all_gather_in_place(
+        &self,
+        py: Python<'_>,
+        tensors: &Bound<'_, PyAny>,
+        timeout: Option<Limit>,
+        async_op: bool,
+    ) -> PyResult<Py<PyAny>> {
+        self.run(py, OpKind::AllGatherInPlace, Call::of(timeout, async_op), || {
+            Ok(Collective::AllGatherInPlace {
+                tensors: one_or_list(tensors, "tensors", Access::Writes)?,
+            })
+        })
+    }
+
     /// On the root `outputs[r]` becomes rank r's `input`; the others pass no outputs.
     #[pyo3(signature = (input, outputs=None, *, root, timeout=None, async_op=false))]
     fn gather(
@@ -578,6 +594,31 @@ impl Group {
             || {
                 Ok(Collective::ReduceScatterInto {
                     pairs: pairs(input, output)?,
+                    op: op.get()?,
+                })
+            },
+        )
+    }
+
+    /// This rank's part of every tensor, which has one of the same size for each rank, becomes the reduction of it; what is in the others
+    /// afterwards is undefined.
+    #[pyo3(signature = (tensors, op=Reduction::default(), *, timeout=None, async_op=false, contribute=true))]
+    fn reduce_scatter_in_place(
+        &self,
+        py: Python<'_>,
+        tensors: &Bound<'_, PyAny>,
+        op: Reduction,
+        timeout: Option<Limit>,
+        async_op: bool,
+        contribute: bool,
+    ) -> PyResult<Py<PyAny>> {
+        self.run(
+            py,
+            OpKind::ReduceScatterInPlace,
+            Call::reducing(timeout, async_op, contribute),
+            || {
+                Ok(Collective::ReduceScatterInPlace {
+                    tensors: one_or_list(tensors, "tensors", Access::Writes)?,
                     op: op.get()?,
                 })
             },

@@ -83,6 +83,11 @@ def every_operation(world: oxccl.World, flag: bool) -> list[str]:
     done(world.all_gather_into([data(rank), data(rank, 3)], two, **kw()))
     check("all_gather_into of two", two[1], np.concatenate([data(r, 3) for r in ranks]))
 
+    whole = np.zeros(COUNT * size, "f4")
+    whole[rank * COUNT : (rank + 1) * COUNT] = data(rank)
+    done(world.all_gather_in_place(whole, **kw()))
+    check("all_gather_in_place", whole, np.concatenate([data(r) for r in ranks]))
+
     outs = [np.zeros(COUNT, "f4") for _ in ranks]
     done(world.gather(data(rank), outs if rank == 0 else None, root=0, **kw()))
     if rank == 0:
@@ -104,6 +109,11 @@ def every_operation(world: oxccl.World, flag: bool) -> list[str]:
     done(world.reduce_scatter_into(whole, out, "sum", **kw()))
     check("reduce_scatter_into", out, total([data(r, COUNT * size) for r in ranks])[rank * COUNT : (rank + 1) * COUNT])
     check("input of reduce_scatter_into", whole, data(rank, COUNT * size))
+
+    whole = data(rank, COUNT * size)
+    done(world.reduce_scatter_in_place(whole, "sum", **kw()))
+    own = slice(rank * COUNT, (rank + 1) * COUNT)
+    check("reduce_scatter_in_place", whole[own], total([data(r, COUNT * size) for r in ranks])[own])
 
     ins = [data(rank * size + r, rank + r + 1) for r in ranks]
     outs = [np.zeros(rank + r + 1, "f4") for r in ranks]

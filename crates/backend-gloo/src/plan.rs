@@ -45,6 +45,19 @@ fn whole(tensors: &[Tensor], range: Range<usize>) -> Map {
     map
 }
 
+/// Tensors with a part for each rank, as one part of all of them for each; and those parts.
+fn rank_by_rank(tensors: &[Tensor], ranks: usize) -> (Map, Vec<Range<usize>>) {
+    let of_one = |t: &Tensor| t.byte_len() / ranks.max(1);
+    let mut map = Map::default();
+    for r in 0..ranks {
+        for (i, n) in tensors.iter().map(of_one).enumerate() {
+            map.push(i, r * n..(r + 1) * n);
+        }
+    }
+    let part = tensors.iter().map(of_one).sum();
+    (map, schedule::parts_of(&vec![part; ranks]))
+}
+
 fn bytes_of(tensors: &[Tensor]) -> Vec<usize> {
     tensors.iter().map(Tensor::byte_len).collect()
 }
@@ -160,6 +173,11 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
             let parts = schedule::parts_of(&vec![own.len(); ranks]);
             (all_gather(&parts), own, out, false)
         }
+        Collective::AllGatherInPlace { tensors } => {
+            let (out, parts) = rank_by_rank(tensors, ranks);
+            let s = schedule::in_place(all_gather(&parts), Buffer::In, &schedule::part(&parts, rank));
+            (s, Map::default(), out, true)
+        }
         Collective::Gather { input, outputs, root } => {
             let parts = schedule::parts_of(&bytes_of(outputs));
             let s = schedule::gather(rank, world, *root, &parts, input.byte_len());
@@ -204,6 +222,12 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
             }
             let parts = schedule::parts_of(&vec![out.len(); ranks]);
             (reduce_scatter(&parts), own, out, false)
+        }
+        Collective::ReduceScatterInPlace { tensors, op: reduce } => {
+            op = Some(*reduce);
+            let (out, parts) = rank_by_rank(tensors, ranks);
+            let s = schedule::in_place(reduce_scatter(&parts), Buffer::Out, &schedule::part(&parts, rank));
+            (s, Map::default(), out, true)
         }
         Collective::AllToAll { inputs, outputs } => {
             let sent = schedule::parts_of(&bytes_of(inputs));

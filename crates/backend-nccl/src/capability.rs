@@ -75,6 +75,10 @@ pub(crate) fn capabilities(
                 "lists are composed of grouped broadcasts and reductions",
             ),
             (
+                "all_gather_in_place, reduce_scatter_in_place",
+                "NCCL's own: the part's address says so",
+            ),
+            (
                 "gather, scatter, all_to_all",
                 "grouped sends and receives; native where parts lie side by side (2.28)",
             ),
@@ -88,7 +92,11 @@ pub(crate) fn capabilities(
             ),
             (
                 "send, recv, batch",
-                "a communicator per pair and direction; in order per peer, tags are not matched",
+                "a communicator per pair and direction; in order per peer: NCCL has no tags, and any but 0 is refused",
+            ),
+            (
+                "recv from any",
+                "not offered: NCCL receives from a named rank only",
             ),
             (
                 "monitored_barrier",

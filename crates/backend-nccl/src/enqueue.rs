@@ -206,6 +206,16 @@ impl Job<'_> {
                     calls.reduce_scatter(at.from, at.to, at.count / world, r.element, r.op, s)
                 })
             }
+            Collective::ReduceScatterInPlace { tensors, op } => {
+                let (rank, world) = (self.shared.place.rank as usize, self.shared.place.world as usize);
+                let parts = movement::own_parts(tensors, rank, world)?;
+                let spans = tensors.iter().zip(parts);
+                let spans = spans.map(|(t, (own, whole))| (whole, own, t.count())).collect();
+                let d = dtype_of(tensors.first());
+                self.reduction(*op, d, contribute, spans, true, move |calls, r, at, s| {
+                    calls.reduce_scatter(at.from, at.to, at.count / world, r.element, r.op, s)
+                })
+            }
             Collective::Barrier => self.counted(true, |_, _| Ok(()), Vec::new(), true),
             movement => self.movement(movement),
         }
@@ -346,7 +356,8 @@ impl Job<'_> {
         let mut finish: Finish = Vec::new();
         for (from, to, count) in spans {
             let outputs = to.bytes() / d.size();
-            let same = from == to;
+            // What is in the other ranks' parts of a reduce-scatter in place is undefined afterwards.
+            let same = from == to || self.kind == OpKind::ReduceScatterInPlace;
             let wire_from = self.wire_input(&r, from, count, contribute, same && writes)?;
             let keyed = matches!(r.before, Before::Key(_));
             let wire_to = match (writes, keyed) {

@@ -68,6 +68,10 @@ pub(crate) fn capabilities(counted: bool) -> Capabilities {
             ),
             ("reduce_scatter of uneven parts", "composed: one reduce per rank"),
             (
+                "all_gather_in_place, reduce_scatter_in_place",
+                "this rank's part goes through scratch memory",
+            ),
+            (
                 "all_to_all",
                 "lists are packed; uneven: onecclAllToAllV, pairwise messages before 2022.2",
             ),
@@ -75,7 +79,7 @@ pub(crate) fn capabilities(counted: bool) -> Capabilities {
             ("monitored_barrier", "composed: through the store"),
             (
                 "send, recv",
-                "a communicator of their own, a thread per peer and direction; tags are not matched",
+                "a communicator of their own, a thread per peer and direction, in order: oneCCL has no tags, and any but 0 is refused",
             ),
             (
                 "recv from any",

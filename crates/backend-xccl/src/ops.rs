@@ -110,6 +110,16 @@ fn movement(link: &Link, recipe: &Recipe, dtype: DType, lent: &mut Lent) -> Resu
             }
             0..all
         }
+        Recipe::AllGatherInPlace => {
+            for i in 0..all {
+                let whole = lent.bytes_mut(i);
+                // oneCCL's documentation of these calls knows no input within the output.
+                let mut own = scratch(dtype, whole.len() / world);
+                own.bytes_mut().copy_from_slice(own_part(whole, rank, world));
+                link.all_gather(own.bytes(), whole, dtype)?;
+            }
+            0..all
+        }
         Recipe::AllGather => {
             all_gather(link, dtype, lent, rank, world)?;
             1..all
@@ -153,6 +163,14 @@ fn movement(link: &Link, recipe: &Recipe, dtype: DType, lent: &mut Lent) -> Resu
         }
         other => return Err(internal(&format!("{other:?} is no movement"))),
     })
+}
+
+/// This rank's part of what has one for each rank.
+fn own_part(whole: &mut [u8], rank: usize, world: usize) -> &mut [u8] {
+    let bytes = whole.len() / world;
+    whole
+        .get_mut(rank * bytes..(rank + 1) * bytes)
+        .unwrap_or_default()
 }
 
 fn all_gather(link: &Link, dtype: DType, lent: &mut Lent, rank: usize, world: usize) -> Result<()> {
@@ -322,6 +340,7 @@ impl<'a> Reduction<'a> {
             Recipe::Reduce { root, .. } => self.reduce(lent, *root),
             Recipe::ReduceScatter { .. } => self.reduce_scatter(lent),
             Recipe::ReduceScatterInto { .. } => self.reduce_scatter_into(lent),
+            Recipe::ReduceScatterInPlace { .. } => self.reduce_scatter_in_place(lent),
             other => Err(internal(&format!("{other:?} is no reduction"))),
         }
     }
@@ -520,6 +539,24 @@ impl<'a> Reduction<'a> {
         let contributors = self.end_count(&counting)?;
         for i in (1..lent.len()).step_by(2) {
             self.finish(lent.bytes_mut(i), contributors);
+        }
+        Ok(contributors)
+    }
+
+    fn reduce_scatter_in_place(&self, lent: &mut Lent) -> Result<u32> {
+        let (rank, world) = (self.link.rank() as usize, self.link.world() as usize);
+        let counting = self.begin_count((0..lent.len()).map(|i| lent.bytes(i).len() / world).sum())?;
+        for i in 0..lent.len() {
+            let whole = lent.bytes_mut(i);
+            let part = whole.len() / world;
+            // oneCCL's documentation of this call knows no output within the input.
+            let mut own = scratch(self.dtype, part);
+            self.scatter_reduced(whole, &vec![part; world], own.bytes_mut())?;
+            own_part(whole, rank, world).copy_from_slice(own.bytes());
+        }
+        let contributors = self.end_count(&counting)?;
+        for i in 0..lent.len() {
+            self.finish(own_part(lent.bytes_mut(i), rank, world), contributors);
         }
         Ok(contributors)
     }

@@ -18,6 +18,8 @@ pub(crate) enum Recipe {
     AllGather,
     /// Pairs (2i, 2i + 1).
     AllGatherInto,
+    /// All tensors, each rank's part of them.
+    AllGatherInPlace,
     /// Tensor 0 of every rank into tensors 1… of the root.
     Gather { root: u32 },
     /// Tensors 0…n of the root into the last tensor of every rank.
@@ -26,6 +28,8 @@ pub(crate) enum Recipe {
     ReduceScatter { op: ReduceOp },
     /// Pairs (2i, 2i + 1).
     ReduceScatterInto { op: ReduceOp },
+    /// All tensors, into this rank's part of them.
+    ReduceScatterInPlace { op: ReduceOp },
     /// The first half into the second.
     AllToAll,
     /// Tensor 0 into tensor 1; splits in elements, empty for even ones.
@@ -50,10 +54,12 @@ impl Recipe {
             Collective::Reduce { op, root, .. } => Self::Reduce { op: *op, root: *root },
             Collective::AllGather { .. } => Self::AllGather,
             Collective::AllGatherInto { .. } => Self::AllGatherInto,
+            Collective::AllGatherInPlace { .. } => Self::AllGatherInPlace,
             Collective::Gather { root, .. } => Self::Gather { root: *root },
             Collective::Scatter { root, .. } => Self::Scatter { root: *root },
             Collective::ReduceScatter { op, .. } => Self::ReduceScatter { op: *op },
             Collective::ReduceScatterInto { op, .. } => Self::ReduceScatterInto { op: *op },
+            Collective::ReduceScatterInPlace { op, .. } => Self::ReduceScatterInPlace { op: *op },
             Collective::AllToAll { .. } => Self::AllToAll,
             Collective::AllToAllInto {
                 input_splits,
@@ -83,7 +89,8 @@ impl Recipe {
             Self::AllReduce { op }
             | Self::Reduce { op, .. }
             | Self::ReduceScatter { op }
-            | Self::ReduceScatterInto { op } => Some(*op),
+            | Self::ReduceScatterInto { op }
+            | Self::ReduceScatterInPlace { op } => Some(*op),
             _ => None,
         }
     }

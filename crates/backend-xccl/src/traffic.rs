@@ -34,6 +34,7 @@ impl Counters {
                 let n = bytes * world / (world + 1);
                 (others(n), others(n))
             }
+            Recipe::AllGatherInPlace | Recipe::ReduceScatterInPlace { .. } => (others(bytes), others(bytes)),
             Recipe::Gather { root: r } => {
                 if root(*r) {
                     (0, others(bytes * world / (world + 1)))

@@ -24,7 +24,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
 }
 
 /// Submits what must be refused with `kind`; the tensors come back with their contents.
-fn refused(group: &dyn ProcessGroup, what: &str, op: Collective, kind: ErrorKind) -> Outcome {
+pub(crate) fn refused(group: &dyn ProcessGroup, what: &str, op: Collective, kind: ErrorKind) -> Outcome {
     let before: Vec<(DType, Vec<u8>)> = op
         .tensors()
         .iter()
@@ -100,6 +100,13 @@ fn sample(kind: OpKind, rank: &Rank, dtype: DType, op: ReduceOp) -> Option<Colle
             pairs: vec![(wide(), one())],
             op,
         },
+        OpKind::AllGatherInPlace => Collective::AllGatherInPlace {
+            tensors: vec![wide()],
+        },
+        OpKind::ReduceScatterInPlace => Collective::ReduceScatterInPlace {
+            tensors: vec![wide()],
+            op,
+        },
         OpKind::AllToAll => Collective::AllToAll {
             inputs: all(),
             outputs: all(),
@@ -129,12 +136,6 @@ fn sample(kind: OpKind, rank: &Rank, dtype: DType, op: ReduceOp) -> Option<Colle
 fn unsupported(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let caps = group.capabilities().clone();
-    let reductions = [
-        OpKind::AllReduce,
-        OpKind::Reduce,
-        OpKind::ReduceScatter,
-        OpKind::ReduceScatterInto,
-    ];
     for kind in OpKind::ALL {
         for dtype in DType::ALL {
             for op in [
@@ -154,7 +155,7 @@ fn unsupported(rank: &Rank) -> Outcome {
                 let has_data = sample.dtype().is_some();
                 let offered = caps.ops.contains(kind)
                     && (!has_data || caps.moves.contains(dtype))
-                    && (!reductions.contains(&kind) || caps.reduces(op, dtype));
+                    && (!kind.is_reduction() || caps.reduces(op, dtype));
                 if !offered {
                     let what = format!("{kind} of {dtype} with {op}");
                     refused(group.as_ref(), &what, sample, ErrorKind::Unsupported)?;
@@ -170,11 +171,46 @@ fn unsupported(rank: &Rank) -> Outcome {
         };
         refused(group.as_ref(), "receive from any", op, ErrorKind::Unsupported)?;
     }
+    if !caps.has(Feature::Tags) && caps.ops.contains(OpKind::Send) && rank.world > 1 {
+        without_tags(rank, group.as_ref(), moved(&caps))?;
+    }
     still_works(rank, group.as_ref())
 }
 
+/// A group that matches messages by their order takes no tag that says otherwise, in a batch neither, and says what to do.
+fn without_tags(rank: &Rank, group: &dyn ProcessGroup, dtype: DType) -> Outcome {
+    let peer = (rank.rank + 1) % rank.world;
+    let send = |tag| Collective::Send {
+        tensor: Tensor::zeros(dtype, 1),
+        peer,
+        tag,
+    };
+    let receive = |tag| Collective::Recv {
+        tensor: Tensor::zeros(dtype, 1),
+        peer: Some(peer),
+        tag,
+    };
+    let batch = Collective::Batch {
+        ops: vec![receive(0), send(3)],
+    };
+    for op in [send(1), receive(u32::MAX), batch] {
+        if group.capabilities().ops.contains(op.kind()) {
+            refused(group, "a tag that is not matched", op, ErrorKind::Unsupported)?;
+        }
+    }
+    let Err(rejected) = group.run(send(7), SubmitOptions::default()) else {
+        return Err(Failure::new("tag 7 was accepted"));
+    };
+    let text = rejected.error.to_string();
+    ensure!(
+        text.contains("tag 7") && text.contains("tag 0") && text.contains(&group.info().backend),
+        "the refusal does not name the tag, the backend and what to do: {text}"
+    );
+    Ok(())
+}
+
 /// Nothing was sent: the group is in step on all ranks.
-fn still_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
+pub(crate) fn still_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     ensure!(
         group.error().is_none(),
         "a refusal poisoned the group: {:?}",
@@ -321,6 +357,10 @@ fn wrong(rank: &Rank) -> Outcome {
                 tag: 0,
             },
         ),
+        (
+            "no tensor in place",
+            Collective::AllGatherInPlace { tensors: Vec::new() },
+        ),
         ("an empty batch", Collective::Batch { ops: Vec::new() }),
         (
             "a collective in a batch",
@@ -346,6 +386,19 @@ fn wrong(rank: &Rank) -> Outcome {
         ),
     ];
     if n > 1 {
+        tries.push((
+            "a tensor to gather in place without a part for every rank",
+            Collective::AllGatherInPlace {
+                tensors: vec![filled(2 * n), filled(n + 1)],
+            },
+        ));
+        tries.push((
+            "a tensor to reduce in place without a part for every rank",
+            Collective::ReduceScatterInPlace {
+                tensors: vec![filled(2 * n - 1)],
+                op,
+            },
+        ));
         tries.push((
             "an uneven count without splits",
             Collective::AllToAllInto {

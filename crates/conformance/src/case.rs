@@ -13,7 +13,7 @@ use crate::lent::{Lasting, Lent};
 use crate::probe::summed;
 use crate::staged::staged;
 use crate::{
-    Outcome, arguments, barriers, failures, lifetime, messages, mismatch, movement, reductions, streams,
+    Outcome, arguments, barriers, complex, failures, lifetime, messages, mismatch, movement, reductions, streams,
 };
 
 /// What a case needs of a backend or a harness; without it the case is ignored, with the reason.
@@ -284,6 +284,7 @@ pub fn cases_at(worlds: Worlds) -> Vec<Case> {
     let mut all = Vec::new();
     all.extend(reductions::cases(worlds));
     all.extend(movement::cases(worlds));
+    all.extend(complex::cases(worlds));
     all.extend(messages::cases(worlds));
     all.extend(barriers::cases(worlds));
     all.extend(arguments::cases(worlds));

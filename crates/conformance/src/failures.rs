@@ -147,7 +147,7 @@ fn aborted(rank: &Rank) -> Outcome {
     let op = Collective::Recv {
         tensor: Tensor::zeros(moved(group.capabilities()), 1),
         peer: Some(1),
-        tag: 99,
+        tag: tag_of(group.as_ref(), 99),
     };
     let work = group.run(op, SubmitOptions::by(rank.soon()))?;
     rank.meet("submitted")?;
@@ -272,14 +272,15 @@ fn receive_timed_out(rank: &Rank) -> Outcome {
         ensure!(e.kind() == ErrorKind::Timeout, "rank {} hears {e}", rank.rank);
         return Ok(());
     }
+    let tag = tag_of(group.as_ref(), 17);
     let op = Collective::Recv {
         tensor: Tensor::zeros(moved(group.capabilities()), 9),
         peer: Some(1),
-        tag: 17,
+        tag,
     };
     let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_millis(200))))?;
     let e = failure_of(rank, group.as_ref(), Some(work))?;
-    expected::RECEIVE_DEADLINE.check(&e, &[("N", "1"), ("TAG", "17")])
+    expected::RECEIVE_DEADLINE.check(&e, &[("N", "1"), ("TAG", &tag.to_string())])
 }
 
 fn old_deadline(rank: &Rank) -> Outcome {
@@ -291,7 +292,7 @@ fn old_deadline(rank: &Rank) -> Outcome {
     let op = Collective::Recv {
         tensor: Tensor::zeros(moved(group.capabilities()), 1),
         peer: Some(peer),
-        tag: 1,
+        tag: tag_of(group.as_ref(), 1),
     };
     let work = group.run(op, SubmitOptions::by(due))?;
     rank.meet("pending")?;

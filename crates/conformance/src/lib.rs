@@ -29,6 +29,7 @@ mod arguments;
 mod barriers;
 mod cargo;
 mod case;
+mod complex;
 mod credentials;
 pub mod expected;
 mod failures;

@@ -65,6 +65,15 @@ fn then_leave(body: fn(&Rank, &dyn ProcessGroup) -> Outcome) -> impl Fn(&Rank) -
     }
 }
 
+/// `tag`, or 0 for a group that has none.
+pub(crate) fn tag_of(group: &dyn ProcessGroup, tag: u32) -> u32 {
+    if group.capabilities().has(Feature::Tags) {
+        tag
+    } else {
+        0
+    }
+}
+
 fn next(rank: &Rank) -> u32 {
     (rank.rank + 1) % rank.world
 }
@@ -79,8 +88,9 @@ fn every_dtype(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
             continue;
         }
         for count in SIZES.into_iter().chain([LARGE]) {
-            let sent = group.send(pattern(dtype, rank.rank, count), next(rank), 3)?;
-            let received = group.recv(Tensor::zeros(dtype, count), previous(rank), 3)?;
+            let tag = tag_of(group, 3);
+            let sent = group.send(pattern(dtype, rank.rank, count), next(rank), tag)?;
+            let received = group.recv(Tensor::zeros(dtype, count), previous(rank), tag)?;
             let completion = received.take()?;
             ensure!(
                 completion.source == Some(previous(rank)),
@@ -122,17 +132,18 @@ fn receive_first(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
 }
 
 fn order(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
+    let tag = tag_of(group, 1);
     let mut works = Vec::new();
     for i in 0..50u32 {
         works.push(group.send(
             Tensor::from_vec(vec![i; (i as usize * 97) % 500 + 1]),
             next(rank),
-            1,
+            tag,
         )?);
     }
     for i in 0..50u32 {
         let n = (i as usize * 97) % 500 + 1;
-        let work = group.recv(Tensor::zeros(DType::U32, n), previous(rank), 1)?;
+        let work = group.recv(Tensor::zeros(DType::U32, n), previous(rank), tag)?;
         let got = work.take_tensor()?.into_vec::<u32>()?;
         ensure!(got == vec![i; n], "message {i} holds {:?}", got.first());
     }
@@ -159,14 +170,16 @@ fn receive_any(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     if rank.rank != 0 {
         for i in 0..10u32 {
             group
-                .send(Tensor::from_vec(vec![rank.rank, i]), 0, 5)?
+                .send(Tensor::from_vec(vec![rank.rank, i]), 0, tag_of(group, 5))?
                 .wait_done()?;
         }
         return Ok(());
     }
     let mut seen = vec![0u32; rank.world as usize];
     for _ in 0..10 * (rank.world - 1) {
-        let completion = group.recv_any(Tensor::zeros(DType::U32, 2), 5)?.take()?;
+        let completion = group
+            .recv_any(Tensor::zeros(DType::U32, 2), tag_of(group, 5))?
+            .take()?;
         let source = completion.source;
         let got = completion.into_tensor()?.into_vec::<u32>()?;
         let [from, i] = got.as_slice() else {
@@ -194,12 +207,12 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
         let send = Collective::Send {
             tensor: pattern(DType::I32, rank.rank, 5000 + step as usize),
             peer: to,
-            tag: step,
+            tag: tag_of(group, step),
         };
         let receive = Collective::Recv {
             tensor: Tensor::zeros(DType::I32, 5000 + step as usize),
             peer: Some(from),
-            tag: step,
+            tag: tag_of(group, step),
         };
         if rank.rank.is_multiple_of(2) {
             ops.extend([receive, send]);
@@ -224,12 +237,16 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
 
 /// A message that was not received yet does not hold up a collective, nor the other way round.
 fn beside_collectives(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
-    let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 7)?;
+    let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), tag_of(group, 7))?;
     let probe = Probe::of(group, DType::I32);
     for _ in 0..5 {
         probe.sum(group, "a sum beside a message", (1, rank.world as i32), 3000)?;
     }
-    let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 7)?;
+    let received = group.recv(
+        Tensor::zeros(DType::F32, LARGE),
+        previous(rank),
+        tag_of(group, 7),
+    )?;
     check_pattern(
         "recv",
         DType::F32,

@@ -7,6 +7,7 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds, other_reduction, other_sum};
+use crate::messages::tag_of;
 use crate::probe::{Probe, moved, summed};
 use crate::{Failure, Needs, Outcome, Rank};
 
@@ -247,13 +248,13 @@ fn message(rank: &Rank) -> Outcome {
         Collective::Send {
             tensor: Tensor::zeros(DType::F32, 8),
             peer: 1,
-            tag: 2,
+            tag: tag_of(group.as_ref(), 2),
         }
     } else {
         Collective::Recv {
             tensor: Tensor::zeros(DType::F64, 4),
             peer: Some(0),
-            tag: 2,
+            tag: tag_of(group.as_ref(), 2),
         }
     };
     let e = failure_of(rank, group.as_ref(), op)?;

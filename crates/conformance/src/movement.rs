@@ -9,10 +9,15 @@ use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
 type Body = fn(&Rank, &dyn ProcessGroup, DType, usize) -> Outcome;
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
-    let forms: [(&str, OpKind, Body); 8] = [
+    let forms: [(&str, OpKind, Body); 9] = [
         ("broadcast", OpKind::Broadcast, broadcast),
         ("all_gather::uneven", OpKind::AllGather, all_gather),
         ("all_gather_into", OpKind::AllGatherInto, all_gather_into),
+        (
+            "all_gather_in_place",
+            OpKind::AllGatherInPlace,
+            all_gather_in_place,
+        ),
         ("gather", OpKind::Gather, gather),
         ("scatter", OpKind::Scatter, scatter),
         ("all_to_all::uneven", OpKind::AllToAll, all_to_all),
@@ -46,6 +51,17 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             world,
             &[Needs::Op(OpKind::AllGather)],
             all_gather_coalesced,
+        ));
+        let both = [
+            Needs::Op(OpKind::AllGatherInPlace),
+            Needs::Op(OpKind::AllGatherInto),
+            Needs::Moves(DType::F32),
+        ];
+        all.push(Case::new(
+            "all_gather_in_place::beside_ranks_that_are_not",
+            world,
+            &both,
+            some_in_place,
         ));
         all.push(Case::new(
             "broadcast::l16_moved_bools_are_canonical",
@@ -206,6 +222,62 @@ fn all_gather_into(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: u
         let part = n * dtype.size();
         for (r, bytes) in output.bytes().chunks(part.max(1)).enumerate() {
             check_pattern("all_gather_into", dtype, bytes, r as u32, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// Zeros with a part for each rank, of which this rank's holds its pattern.
+fn own_part_filled(rank: &Rank, dtype: DType, n: usize) -> Tensor {
+    let mut tensor = Tensor::zeros(dtype, n * rank.world as usize);
+    let own = pattern(dtype, rank.rank, n);
+    let mut parts = tensor.bytes_mut().chunks_mut(own.byte_len().max(1));
+    if let Some(part) = parts.nth(rank.rank as usize) {
+        part.copy_from_slice(own.bytes());
+    }
+    tensor
+}
+
+fn check_gathered(what: &str, rank: &Rank, dtype: DType, n: usize, tensor: &Tensor) -> Outcome {
+    ensure!(
+        tensor.count() == n * rank.world as usize,
+        "{what}: {} elements came back",
+        tensor.count()
+    );
+    for (r, bytes) in (0u32..).zip(tensor.bytes().chunks((n * dtype.size()).max(1))) {
+        check_pattern(what, dtype, bytes, r, 0)?;
+    }
+    Ok(())
+}
+
+fn all_gather_in_place(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    // Two tensors as one operation.
+    let counts = [count, count / 2 + 1];
+    let tensors = counts.map(|n| own_part_filled(rank, dtype, n)).into();
+    let tensors = group.all_gather_in_place_coalesced(tensors)?.take()?.tensors;
+    ensure!(tensors.len() == 2, "{} tensors came back", tensors.len());
+    for (tensor, n) in tensors.iter().zip(counts) {
+        check_gathered("all_gather_in_place", rank, dtype, n, tensor)?;
+    }
+    Ok(())
+}
+
+/// Whether a call is in place is each rank's own affair.
+fn some_in_place(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let dtype = DType::F32;
+    for turn in 0..2 {
+        for n in [1usize, 1000, LARGE] {
+            let work = match (rank.rank + turn).is_multiple_of(2) {
+                true => group.all_gather_in_place(own_part_filled(rank, dtype, n))?,
+                false => {
+                    let whole = Tensor::zeros(dtype, n * rank.world as usize);
+                    group.all_gather_into(pattern(dtype, rank.rank, n), whole)?
+                }
+            };
+            let mut tensors = work.take()?.tensors;
+            let whole = tensors.pop().ok_or_else(|| Failure::new("nothing came back"))?;
+            check_gathered("all_gather", rank, dtype, n, &whole)?;
         }
     }
     Ok(())

@@ -283,7 +283,8 @@ fn widened<const N: usize>(bytes: [u8; N]) -> [u8; 8] {
     std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0))
 }
 
-fn load(dtype: DType, slot: &[u8]) -> Value {
+/// The value of an element.
+pub(crate) fn load(dtype: DType, slot: &[u8]) -> Value {
     let b = |i: usize| slot.get(i).copied().unwrap_or(0);
     let two = [b(0), b(1)];
     let four = [b(0), b(1), b(2), b(3)];

@@ -1,12 +1,13 @@
 //! All-reduce, reduce and reduce-scatter against the oracle: every dtype and operation that is advertised, every size.
 
 use ftcore::{
-    Capabilities, Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
+    Capabilities, Collective, DType, Error, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
     Tensor,
 };
 
 use crate::case::{Case, Worlds};
 use crate::oracle::{self, Expected, Inputs, rounded_to};
+use crate::probe::summed;
 use crate::{LARGE, Needs, Outcome, Rank, SIZES};
 
 const OPS: [ReduceOp; 9] = [
@@ -31,7 +32,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     for &world in worlds.or(&[1, 2, 3, 4]) {
         for op in OPS {
             let name = ReduceOp::name_of(op.code());
-            let forms: [(&str, OpKind, Body); 4] = [
+            let forms: [(&str, OpKind, Body); 5] = [
                 ("all_reduce", OpKind::AllReduce, all_reduce),
                 ("reduce", OpKind::Reduce, reduce),
                 ("reduce_scatter", OpKind::ReduceScatter, reduce_scatter),
@@ -39,6 +40,11 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                     "reduce_scatter_into",
                     OpKind::ReduceScatterInto,
                     reduce_scatter_into,
+                ),
+                (
+                    "reduce_scatter_in_place",
+                    OpKind::ReduceScatterInPlace,
+                    reduce_scatter_in_place,
                 ),
             ];
             for (form, kind, body) in forms {
@@ -72,6 +78,17 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             world,
             &premul,
             l18_premul,
+        ));
+        let sharded = [
+            Needs::Sum,
+            Needs::Op(OpKind::ReduceScatterInPlace),
+            Needs::Op(OpKind::AllGatherInPlace),
+        ];
+        all.push(Case::new(
+            "reduce_scatter_in_place::a_part_goes_on_by_itself_and_comes_home",
+            world,
+            &sharded,
+            sharded_step,
         ));
         let special = [
             Needs::Op(OpKind::AllReduce),
@@ -313,6 +330,80 @@ fn reduce_scatter_into(
     Ok(())
 }
 
+/// This rank's part of what has one for each rank, and what is on both sides of it.
+fn own_part(rank: &Rank, whole: Tensor) -> Outcome<(Tensor, Tensor, Tensor)> {
+    let n = whole.count() / rank.world as usize;
+    let (before, rest) = whole.split_at(rank.rank as usize * n).map_err(Error::from)?;
+    let (own, after) = rest.split_at(n).map_err(Error::from)?;
+    Ok((before, own, after))
+}
+
+fn reduce_scatter_in_place(
+    rank: &Rank,
+    group: &dyn ProcessGroup,
+    dtype: DType,
+    op: ReduceOp,
+    count: usize,
+    kind: Inputs,
+) -> Outcome {
+    // Two tensors as one operation; the second begins where the first one ends.
+    let world = rank.world as usize;
+    let (a, b) = (count / world, 3);
+    let places = [(0, a), (a * world, b)];
+    let tensors = places.map(|(first, n)| oracle::part(kind, dtype, op, rank.rank, first..first + n * world));
+    let work = group.reduce_scatter_in_place_coalesced(tensors.into(), op)?;
+    let tensors = work.take()?.tensors;
+    ensure!(tensors.len() == 2, "{} tensors came back", tensors.len());
+    check_contributors(group, work.contributors(), rank.world)?;
+    let (contributes, rounded) = (&all_ranks(rank), rounded_to(group.capabilities()));
+    for (tensor, (first, n)) in tensors.into_iter().zip(places) {
+        let (_, own, _) = own_part(rank, tensor)?;
+        ensure!(own.count() == n, "{} elements came back of {n}", own.count());
+        let expected = Expected {
+            kind,
+            dtype,
+            op,
+            contributes,
+            rounded,
+            first: first + rank.rank as usize * n,
+        };
+        expected.check(&own)?;
+    }
+    Ok(())
+}
+
+/// As sharded training does within replicas and across them: gradients are reduced in place, this rank's part goes on by itself, and
+/// the whole is gathered where it was.
+fn sharded_step(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let dtype = summed(group.capabilities(), DType::F32).unwrap_or(DType::F32);
+    let (op, kind, world) = (ReduceOp::Sum, Inputs::Small, rank.world as usize);
+    for n in [1usize, 1000, LARGE / world] {
+        let whole = oracle::tensor(kind, dtype, op, rank.rank, n * world);
+        let address = whole.as_ptr();
+        let whole = group.reduce_scatter_in_place(whole, op)?.take_tensor()?;
+        let (before, own, after) = own_part(rank, whole)?;
+        let own = group.all_reduce(own, op)?.take_tensor()?;
+        let whole = before.join(own).map_err(Error::from)?;
+        let whole = whole.join(after).map_err(Error::from)?;
+        let whole = group.all_gather_in_place(whole)?.take_tensor()?;
+        ensure!(
+            (whole.count(), whole.as_ptr()) == (n * world, address),
+            "other memory came back than was given"
+        );
+        let all_of = |values: &mut dyn Iterator<Item = oracle::Value>| {
+            oracle::reduce(dtype, op, &values.collect::<Vec<_>>(), rank.world)
+        };
+        let sum = |j: usize| all_of(&mut (0..rank.world).map(|r| oracle::input(kind, dtype, op, r, j)));
+        for (i, slot) in whole.bytes().chunks_exact(dtype.size()).enumerate() {
+            let want = all_of(&mut (0..world).map(|r| sum(r * n + i % n)));
+            let have = oracle::load(dtype, slot);
+            ensure!(have == want, "element {i} is {have:?}, expected {want:?}");
+        }
+    }
+    Ok(())
+}
+
 fn coalesced(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let offered = OPS.map(|op| {
@@ -501,6 +592,22 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
             work.contributors()
         );
         expected(rank.rank as usize * 50).check(&result)?;
+        if !group.capabilities().ops.contains(OpKind::ReduceScatterInPlace) {
+            continue;
+        }
+        let options = SubmitOptions {
+            contribute: subset & (1 << rank.rank) != 0,
+            ..SubmitOptions::by(rank.soon())
+        };
+        let tensors = vec![oracle::tensor(kind, dtype, op, rank.rank, 50 * rank.world as usize)];
+        let work = group.run(Collective::ReduceScatterInPlace { tensors, op }, options)?;
+        let (_, own, _) = own_part(rank, work.take_tensor()?)?;
+        ensure!(
+            work.contributors() == subset.count_ones(),
+            "reduce_scatter_in_place: {} contributors",
+            work.contributors()
+        );
+        expected(rank.rank as usize * 50).check(&own)?;
     }
     Ok(())
 }

@@ -73,7 +73,8 @@ pub enum Feature {
     BitwiseEqual = 3,
     /// `SubmitOptions::contribute` is honoured, and averages divide by the contributors (INV-4).
     Contributors = 4,
-    /// Point-to-point messages are matched by tag.
+    /// Point-to-point messages are matched by tag. Without it they match in the order in which they are sent, and any tag but 0 is
+    /// `Unsupported`.
     Tags = 5,
     /// A receive may name no sender.
     RecvAny = 6,

@@ -44,11 +44,15 @@ pub enum OpKind {
     MonitoredBarrier = 14,
     /// See [`Collective::Batch`].
     Batch = 15,
+    /// See [`Collective::AllGatherInPlace`].
+    AllGatherInPlace = 16,
+    /// See [`Collective::ReduceScatterInPlace`].
+    ReduceScatterInPlace = 17,
 }
 
 impl OpKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::AllReduce,
         Self::Broadcast,
         Self::Reduce,
@@ -65,6 +69,8 @@ impl OpKind {
         Self::Barrier,
         Self::MonitoredBarrier,
         Self::Batch,
+        Self::AllGatherInPlace,
+        Self::ReduceScatterInPlace,
     ];
 
     /// The stable code.
@@ -91,7 +97,39 @@ impl OpKind {
             Self::Barrier => "barrier",
             Self::MonitoredBarrier => "monitored_barrier",
             Self::Batch => "batch",
+            Self::AllGatherInPlace => "all_gather_in_place",
+            Self::ReduceScatterInPlace => "reduce_scatter_in_place",
         }
+    }
+
+    /// The kind by which ranks recognise the operation: whether a rank's input is a part of its output is its own affair, so a
+    /// rank that calls one in place and one that does not make the same collective.
+    pub const fn agreed(self) -> Self {
+        match self {
+            Self::AllGatherInPlace => Self::AllGatherInto,
+            Self::ReduceScatterInPlace => Self::ReduceScatterInto,
+            other => other,
+        }
+    }
+
+    /// The kind whose input and output are apart, if this is one in place.
+    pub const fn apart(self) -> Option<Self> {
+        match self {
+            Self::AllGatherInPlace | Self::ReduceScatterInPlace => Some(self.agreed()),
+            _ => None,
+        }
+    }
+
+    /// True for operations that reduce.
+    pub const fn is_reduction(self) -> bool {
+        matches!(
+            self,
+            Self::AllReduce
+                | Self::Reduce
+                | Self::ReduceScatter
+                | Self::ReduceScatterInto
+                | Self::ReduceScatterInPlace
+        )
     }
 
     /// True for send, recv and batches of them, which are ordered by (peer, direction, tag) only.
@@ -147,6 +185,12 @@ pub enum Collective {
         /// (input of n elements, output of world × n).
         pairs: Vec<(Tensor, Tensor)>,
     },
+    /// Part r of each tensor, which has one of the same length for every rank, becomes rank r's: what this rank gives is its own
+    /// part. Several tensors count as one operation, the same as [`AllGatherInto`](Self::AllGatherInto) on other ranks.
+    AllGatherInPlace {
+        /// (world × n elements each; the other ranks' parts are written).
+        tensors: Vec<Tensor>,
+    },
     /// On the root `outputs[r]` becomes rank r's `input`.
     Gather {
         /// This rank's part.
@@ -181,6 +225,15 @@ pub enum Collective {
         /// The reduction.
         op: ReduceOp,
     },
+    /// This rank's part of each tensor, which has one of the same length for every rank, becomes the reduction of it over all ranks.
+    /// What is in the other parts afterwards is undefined. Several tensors count as one operation, the same as
+    /// [`ReduceScatterInto`](Self::ReduceScatterInto) on other ranks.
+    ReduceScatterInPlace {
+        /// (world × n elements each).
+        tensors: Vec<Tensor>,
+        /// The reduction.
+        op: ReduceOp,
+    },
     /// `outputs[r]` becomes rank r's `inputs[own rank]`; counts may differ.
     AllToAll {
         /// One per rank.
@@ -205,7 +258,7 @@ pub enum Collective {
         tensor: Tensor,
         /// The receiver.
         peer: u32,
-        /// Matched with the receive's tag.
+        /// Matched with the receive's tag; 0 where the group does not advertise [`Tags`](crate::Feature::Tags).
         tag: u32,
     },
     /// Receives from `peer`, or from the first rank that sends with that tag.
@@ -214,7 +267,7 @@ pub enum Collective {
         tensor: Tensor,
         /// The sender, or `None` for any.
         peer: Option<u32>,
-        /// Matched with the send's tag.
+        /// Matched with the send's tag; 0 where the group does not advertise [`Tags`](crate::Feature::Tags).
         tag: u32,
     },
     /// Returns once every rank has entered.
@@ -251,13 +304,18 @@ impl Collective {
             Self::Barrier => OpKind::Barrier,
             Self::MonitoredBarrier { .. } => OpKind::MonitoredBarrier,
             Self::Batch { .. } => OpKind::Batch,
+            Self::AllGatherInPlace { .. } => OpKind::AllGatherInPlace,
+            Self::ReduceScatterInPlace { .. } => OpKind::ReduceScatterInPlace,
         }
     }
 
     /// The tensors in the order in which the variant names them (inputs before outputs, pairs in turn).
     pub fn tensors(&self) -> Vec<&Tensor> {
         match self {
-            Self::AllReduce { tensors, .. } | Self::Broadcast { tensors, .. } => tensors.iter().collect(),
+            Self::AllReduce { tensors, .. }
+            | Self::Broadcast { tensors, .. }
+            | Self::AllGatherInPlace { tensors }
+            | Self::ReduceScatterInPlace { tensors, .. } => tensors.iter().collect(),
             Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
                 vec![tensor]
             }
@@ -280,7 +338,10 @@ impl Collective {
     /// Gives the tensors back, in the order of [`tensors`](Self::tensors).
     pub fn into_tensors(self) -> Vec<Tensor> {
         match self {
-            Self::AllReduce { tensors, .. } | Self::Broadcast { tensors, .. } => tensors,
+            Self::AllReduce { tensors, .. }
+            | Self::Broadcast { tensors, .. }
+            | Self::AllGatherInPlace { tensors }
+            | Self::ReduceScatterInPlace { tensors, .. } => tensors,
             Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
                 vec![tensor]
             }
@@ -313,7 +374,10 @@ impl Collective {
     pub fn dtype(&self) -> Option<DType> {
         // On the path of every call: without the list that `tensors` makes.
         let first = match self {
-            Self::AllReduce { tensors, .. } | Self::Broadcast { tensors, .. } => tensors.first(),
+            Self::AllReduce { tensors, .. }
+            | Self::Broadcast { tensors, .. }
+            | Self::AllGatherInPlace { tensors }
+            | Self::ReduceScatterInPlace { tensors, .. } => tensors.first(),
             Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
                 Some(tensor)
             }
@@ -341,7 +405,7 @@ impl Collective {
     /// What every rank must agree on. Counts that may rightly differ between ranks are left out.
     pub fn fingerprint(&self) -> Fingerprint {
         let mut fp = Fingerprint {
-            kind: self.kind().code(),
+            kind: self.kind().agreed().code(),
             dtype: self.dtype().map_or(u8::MAX, DType::code),
             reduce: u8::MAX,
             tensors: u8::MAX,
@@ -373,13 +437,19 @@ impl Collective {
                 fp.root = *root;
             }
             Self::AllGather { outputs, .. } => list(&mut fp, &mut outputs.iter()),
-            Self::AllGatherInto { pairs } => list(&mut fp, &mut pairs.iter().map(|(i, _)| i)),
+            // By the longer ones, which a rank in place has as well.
+            Self::AllGatherInto { pairs } => list(&mut fp, &mut pairs.iter().map(|(_, o)| o)),
+            Self::AllGatherInPlace { tensors } => list(&mut fp, &mut tensors.iter()),
             Self::ReduceScatter { inputs, op, .. } => {
                 list(&mut fp, &mut inputs.iter());
                 fp.set_op(*op);
             }
             Self::ReduceScatterInto { pairs, op } => {
-                list(&mut fp, &mut pairs.iter().map(|(_, o)| o));
+                list(&mut fp, &mut pairs.iter().map(|(i, _)| i));
+                fp.set_op(*op);
+            }
+            Self::ReduceScatterInPlace { tensors, op } => {
+                list(&mut fp, &mut tensors.iter());
                 fp.set_op(*op);
             }
             Self::Gather { root, .. } | Self::Scatter { root, .. } => fp.root = *root,
@@ -526,6 +596,27 @@ mod tests {
         assert_ne!(a, make(4, ReduceOp::Max).fingerprint());
         assert_eq!(Fingerprint::decode(&a.encode()), a);
         assert_eq!(a.to_string(), "all_reduce(f32, 4 elements, sum)");
+    }
+
+    #[test]
+    fn a_rank_in_place_makes_the_same_collective_as_one_that_is_not() {
+        let f = |n: usize| Tensor::zeros(DType::F32, n);
+        let op = ReduceOp::Avg;
+        let apart = Collective::AllGatherInto { pairs: vec![(f(2), f(6)), (f(1), f(3))] };
+        let in_place = Collective::AllGatherInPlace { tensors: vec![f(6), f(3)] };
+        assert_eq!(in_place.fingerprint(), apart.fingerprint());
+        assert_ne!(
+            Collective::AllGatherInPlace { tensors: vec![f(9)] }.fingerprint(),
+            apart.fingerprint()
+        );
+        let apart = Collective::ReduceScatterInto { pairs: vec![(f(6), f(2))], op };
+        let in_place = Collective::ReduceScatterInPlace { tensors: vec![f(6)], op };
+        assert_eq!(in_place.fingerprint(), apart.fingerprint());
+        assert_eq!(in_place.fingerprint().to_string(), "reduce_scatter_into(f32, 6 elements, avg)");
+        for kind in OpKind::ALL {
+            assert_eq!(kind.apart().is_some(), kind.agreed() != kind, "{kind}");
+            assert_eq!(kind.agreed().is_reduction(), kind.is_reduction(), "{kind}");
+        }
     }
 
     #[test]

@@ -122,6 +122,16 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.run(Collective::AllGatherInto { pairs }, SubmitOptions::default())
     }
 
+    /// Gathers in place: what this rank gives is its own part of `tensor`, which has one for each rank and is written but for that one.
+    fn all_gather_in_place(&self, tensor: Tensor) -> Result<Work, Box<Rejected>> {
+        self.all_gather_in_place_coalesced(vec![tensor])
+    }
+
+    /// Several [`all_gather_in_place`](Self::all_gather_in_place) as one operation.
+    fn all_gather_in_place_coalesced(&self, tensors: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::AllGatherInPlace { tensors }, SubmitOptions::default())
+    }
+
     /// Gathers to the root.
     fn gather(&self, input: Tensor, outputs: Vec<Tensor>, root: u32) -> Result<Work, Box<Rejected>> {
         self.run(
@@ -169,6 +179,24 @@ pub trait ProcessGroupExt: ProcessGroup {
     ) -> Result<Work, Box<Rejected>> {
         self.run(
             Collective::ReduceScatterInto { pairs, op },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Reduces in place: this rank's part of `tensor`, which has one for each rank, becomes the reduction of it. What is in the others then
+    /// is undefined.
+    fn reduce_scatter_in_place(&self, tensor: Tensor, op: ReduceOp) -> Result<Work, Box<Rejected>> {
+        self.reduce_scatter_in_place_coalesced(vec![tensor], op)
+    }
+
+    /// Several [`reduce_scatter_in_place`](Self::reduce_scatter_in_place) as one operation.
+    fn reduce_scatter_in_place_coalesced(
+        &self,
+        tensors: Vec<Tensor>,
+        op: ReduceOp,
+    ) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::ReduceScatterInPlace { tensors, op },
             SubmitOptions::default(),
         )
     }

@@ -55,7 +55,7 @@ pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic, execute_
 pub use identity::Credentials;
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;
-pub use memory::{Tensor, leaked_bytes, prefer_huge_pages, wrong_device};
+pub use memory::{Real, Tensor, leaked_bytes, prefer_huge_pages, wrong_device};
 pub use options::{GroupOptions, Resolved, SubmitOptions, VARIABLE, option_text, variable_prefix};
 pub use reduce_op::ReduceOp;
 pub use registry::Registry;

@@ -12,6 +12,12 @@ use std::sync::Arc;
 
 use crate::{DType, Device, Element, Error, ErrorKind, Result};
 
+mod complex;
+mod views;
+
+pub use complex::Real;
+pub(crate) use complex::not_by_parts;
+
 /// What keeps the memory alive.
 enum Owner {
     /// The parts of a `Vec<T>`; `free` puts it together again.
@@ -25,6 +31,8 @@ enum Owner {
     Foreign(#[allow(dead_code, reason = "held for its Drop")] Box<dyn Any + Send + Sync>),
     /// Memory that others read, too, and that does not change while this value lives.
     Shared(#[allow(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
+    /// A range of another tensor's memory that is this one's alone; see `views`.
+    Part(Arc<Tensor>),
 }
 
 /// A contiguous tensor that owns (or keeps alive) its memory. Not `Clone`: there is one writer.
@@ -34,11 +42,14 @@ pub struct Tensor {
     shape: Vec<usize>,
     count: usize,
     device: Device,
+    /// The elements are pairs of reals; see `complex`.
+    is_complex: bool,
     owner: Owner,
 }
 
-// SAFETY: INV-8 the tensor is the only way to its memory (from_vec), or its constructor promised so (from_raw), and the
-// owner is Send; moving it to another thread moves that exclusive access.
+// SAFETY: INV-8 the tensor is the only way to its memory (from_vec), or its constructor promised so (from_raw), or it is
+// a range of such a tensor that no other part of it has (`views`), and the owner is Send; moving it to another thread
+// moves that exclusive access.
 unsafe impl Send for Tensor {}
 // SAFETY: INV-8 shared access only reads.
 unsafe impl Sync for Tensor {}
@@ -69,6 +80,7 @@ impl Tensor {
             shape: vec![len],
             count: len,
             device: Device::CPU,
+            is_complex: false,
             owner: Owner::Vec {
                 len,
                 capacity,
@@ -110,13 +122,18 @@ impl Tensor {
             shape: vec![len],
             count: len,
             device: Device::CPU,
+            is_complex: false,
             owner: Owner::Shared(owner),
         }
     }
 
     /// True if others read this memory, too: nothing may be written to it.
     pub fn is_shared(&self) -> bool {
-        matches!(self.owner, Owner::Shared(_))
+        match &self.owner {
+            Owner::Shared(_) => true,
+            Owner::Part(whole) => whole.is_shared(),
+            _ => false,
+        }
     }
 
     /// Before a write: memory of its own instead of what others read.
@@ -141,6 +158,7 @@ impl Tensor {
             _ => self.copy_as::<u8>(),
         };
         (copy.dtype, copy.shape) = (self.dtype, self.shape.clone());
+        copy.is_complex = self.is_complex;
         Ok(copy)
     }
 
@@ -198,6 +216,7 @@ impl Tensor {
             shape: shape.to_vec(),
             count,
             device,
+            is_complex: false,
             owner: Owner::Foreign(owner),
         })
     }
@@ -367,6 +386,7 @@ pub(crate) fn lend<T: Element, R>(data: &mut [T], run: impl FnOnce(Tensor) -> R)
         shape: vec![data.len()],
         count: data.len(),
         device: Device::CPU,
+        is_complex: false,
         owner: Owner::Foreign(Box::new(guard.0.clone())),
     };
     // INV-8: the tensor has the exclusive access that `data` gives until it is dropped, and the guard makes sure that this
@@ -407,12 +427,18 @@ impl Drop for Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?} on {})", self.dtype, self.shape, self.device)
+        write!(f, "Tensor({} {:?} on {})", self.value_name(), self.shape, self.device)
     }
 }
 
 impl From<Box<(Error, Tensor)>> for Error {
     fn from(refused: Box<(Error, Tensor)>) -> Self {
+        refused.0
+    }
+}
+
+impl From<Box<(Error, Tensor, Tensor)>> for Error {
+    fn from(refused: Box<(Error, Tensor, Tensor)>) -> Self {
         refused.0
     }
 }
@@ -465,6 +491,88 @@ pub fn wrong_device(tensor: &Tensor, serves: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        Capabilities, Checked, Collective, DTypeSet, Epoch, FeatureSet, GroupInfo, OpKind, OpSet, ReduceOp,
+        SubmitOptions, names,
+    };
+
+    /// A tensor over memory that the caller keeps alive and that nothing else touches meanwhile.
+    pub(super) fn foreign(
+        ptr: NonNull<u8>,
+        dtype: DType,
+        count: usize,
+        device: Device,
+        owner: Arc<()>,
+    ) -> Tensor {
+        // SAFETY: INV-8 the tests keep the memory for longer than the tensor, and look at it through tensors only.
+        unsafe { Tensor::from_raw(ptr, dtype, &[count], None, device, Box::new(owner)) }.unwrap()
+    }
+
+    #[test]
+    fn an_input_that_is_a_part_of_its_output_is_refused_with_what_to_call_instead() {
+        let mut v = vec![0f32; 6];
+        let ptr = NonNull::new(v.as_mut_ptr()).unwrap();
+        let at = |first: usize, count| {
+            let ptr = NonNull::new(ptr.as_ptr().wrapping_add(first)).unwrap().cast();
+            foreign(ptr, DType::F32, count, Device::CPU, Arc::default())
+        };
+        let info = GroupInfo {
+            backend: "mock".into(),
+            name: "overlap".into(),
+            rank: 1,
+            world_size: 3,
+            epoch: Epoch(1),
+            device: Device::CPU,
+            dropped_options: Vec::new(),
+        };
+        let offers = |ops: &[OpKind]| Capabilities {
+            ops: OpSet::of(ops),
+            moves: DTypeSet::of(&DType::ALL),
+            reduces: [DTypeSet::of(&DType::ALL); ReduceOp::COUNT],
+            features: FeatureSet::NONE,
+            options: Vec::new(),
+            devices: names(&["cpu"]),
+            notes: Vec::new(),
+        };
+        let refused = |op, offers: &Capabilities| {
+            let rejected = Checked::new(op, &info, offers, &SubmitOptions::default()).unwrap_err();
+            assert!(!rejected.op.tensors().is_empty(), "nothing is lost");
+            (rejected.error.kind(), rejected.error.to_string())
+        };
+        let all = offers(&OpKind::ALL);
+        // Exactly its own part, and half of two parts.
+        for first in [2, 1] {
+            let gather = Collective::AllGatherInto {
+                pairs: vec![(at(first, 2), at(0, 6))],
+            };
+            let (kind, text) = refused(gather, &all);
+            assert_eq!(kind, ErrorKind::InvalidArgument, "{text}");
+            assert!(text.contains("all_gather_in_place"), "{text}");
+            let scatter = Collective::ReduceScatterInto {
+                pairs: vec![(at(0, 6), at(first, 2))],
+                op: ReduceOp::Sum,
+            };
+            let (kind, text) = refused(scatter, &all);
+            assert_eq!(kind, ErrorKind::InvalidArgument, "{text}");
+            assert!(text.contains("reduce_scatter_in_place"), "{text}");
+        }
+        let twice = Collective::AllGatherInPlace {
+            tensors: vec![at(0, 6), at(3, 3)],
+        };
+        let (kind, text) = refused(twice, &all);
+        assert_eq!(kind, ErrorKind::InvalidArgument, "{text}");
+        assert!(text.contains("tensors 0 and 1 share memory"), "{text}");
+        let odd = Collective::AllGatherInPlace { tensors: vec![at(0, 5)] };
+        let (_, text) = refused(odd, &all);
+        assert!(text.contains("tensor 0 has 5 ") && text.contains("3 ranks"), "{text}");
+        let scatter = Collective::ReduceScatterInPlace {
+            tensors: vec![at(0, 6)],
+            op: ReduceOp::Sum,
+        };
+        let (kind, text) = refused(scatter, &offers(&[OpKind::ReduceScatterInto]));
+        assert_eq!(kind, ErrorKind::Unsupported, "{text}");
+        assert!(text.contains("apart (reduce_scatter_into)"), "{text}");
+    }
 
     #[test]
     fn a_vector_goes_in_and_comes_out_without_a_copy() {

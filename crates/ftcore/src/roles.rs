@@ -68,6 +68,9 @@ impl Collective {
                     .map(|(i, o)| Ok((make(i, Input)?, make(o, Output)?)))
                     .collect::<Result<_>>()?,
             },
+            Self::AllGatherInPlace { tensors } => Self::AllGatherInPlace {
+                tensors: all(tensors, InOut, make)?,
+            },
             Self::Gather { input, outputs, root } => Self::Gather {
                 input: make(input, Input)?,
                 outputs: all(outputs, Output, make)?,
@@ -88,6 +91,10 @@ impl Collective {
                     .iter()
                     .map(|(i, o)| Ok((make(i, Input)?, make(o, Output)?)))
                     .collect::<Result<_>>()?,
+                op: *op,
+            },
+            Self::ReduceScatterInPlace { tensors, op } => Self::ReduceScatterInPlace {
+                tensors: all(tensors, InOut, make)?,
                 op: *op,
             },
             Self::AllToAll { inputs, outputs } => Self::AllToAll {
@@ -172,6 +179,15 @@ mod tests {
         let pairs = vec![(t(2), t(4)), (t(3), t(6))];
         let gather = Collective::AllGatherInto { pairs };
         assert_eq!(roles(&gather, 0), [Input, Output, Input, Output]);
+        let gather = Collective::AllGatherInPlace {
+            tensors: vec![t(4), t(6)],
+        };
+        assert_eq!(roles(&gather, 1), [InOut, InOut]);
+        let scatter = Collective::ReduceScatterInPlace {
+            tensors: vec![t(4)],
+            op: sum,
+        };
+        assert_eq!(roles(&scatter, 1), [InOut]);
         let batch = Collective::Batch {
             ops: vec![
                 Collective::Send {

@@ -3,7 +3,7 @@
 //! Checked here: the operation and dtype are advertised, one dtype per call, sizes and splits fit the world, ranks
 //! exist, memory is on a device that is served and nothing overlaps. A refusal gives the tensors back ([`Rejected`]).
 
-use crate::memory::find_overlap;
+use crate::memory::{find_overlap, not_by_parts};
 use crate::{
     Capabilities, Collective, DType, Error, ErrorKind, Feature, GroupInfo, OpKind, ReduceOp, SubmitOptions,
     Tensor,
@@ -91,8 +91,10 @@ fn check(
     }
     let kind = op.kind();
     if !caps.ops.contains(kind) {
+        let instead = kind.apart().filter(|k| caps.ops.contains(*k));
+        let instead = instead.map_or(String::new(), |k| format!("; give input and output apart ({k})"));
         return Err(Error::unsupported(format!(
-            "backend '{}' does not offer {kind}",
+            "backend '{}' does not offer {kind}{instead}",
             info.backend
         )));
     }
@@ -116,6 +118,14 @@ fn check(
             return Err(Error::invalid(format!(
                 "tensor {i} is {}, tensor 0 is {dtype}; one dtype per call",
                 t.dtype()
+            )));
+        }
+        let odd = tensors.iter().enumerate().find(|(_, t)| t.is_complex() != first.is_complex());
+        if let Some((i, t)) = odd.filter(|_| kind != OpKind::Batch) {
+            return Err(Error::invalid(format!(
+                "tensor {i} holds {}, tensor 0 {}; view both as complex or both as real",
+                t.value_name(),
+                first.value_name()
             )));
         }
         for (i, t) in tensors.iter().enumerate() {
@@ -144,24 +154,33 @@ fn check(
             )));
         }
         if let Some((a, b)) = find_overlap(&tensors) {
+            let in_place = match kind {
+                OpKind::AllGatherInto => "; where the input is this rank's part of the output, give all_gather_in_place that tensor alone",
+                OpKind::ReduceScatterInto => {
+                    "; where the output is this rank's part of the input, give reduce_scatter_in_place that tensor alone"
+                }
+                _ => "",
+            };
             return Err(Error::invalid(format!(
-                "tensors {a} and {b} share memory; every tensor of a call needs its own"
+                "tensors {a} and {b} share memory; every tensor of a call needs its own{in_place}"
             )));
         }
     }
-    let reduces = |r: ReduceOp, dtype: Option<DType>| match dtype {
-        Some(d) if !caps.reduces(r, d) => Err(Error::unsupported(format!(
-            "backend '{}' does not reduce {d} with {r}",
-            info.backend
-        ))),
-        _ => Ok(()),
+    let complex = tensors.first().filter(|t| t.is_complex() && kind != OpKind::Batch);
+    let reduces = |r: ReduceOp, dtype: Option<DType>| {
+        if let Some(error) = complex.and_then(|t| not_by_parts(r, t.value_name())) {
+            return Err(error);
+        }
+        match dtype {
+            Some(d) if !caps.reduces(r, d) => Err(Error::unsupported(format!(
+                "backend '{}' does not reduce {d} with {r}",
+                info.backend
+            ))),
+            _ => Ok(()),
+        }
     };
     if !options.contribute {
-        let reduction = matches!(
-            kind,
-            OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter | OpKind::ReduceScatterInto
-        );
-        ensure(reduction, || {
+        ensure(kind.is_reduction(), || {
             format!("contribute = false has a meaning for reductions only, not for {kind}")
         })?;
         if !caps.has(Feature::Contributors) {
@@ -195,6 +214,10 @@ fn check(
                 .iter()
                 .try_for_each(|(i, o)| world_times(i, o, world, "input", "output"))
         }
+        Collective::AllGatherInPlace { tensors } => {
+            not_empty(tensors)?;
+            parts_for_all(tensors, world)
+        }
         Collective::Gather { input, outputs, root } => {
             rank_exists("root", *root)?;
             root_list("outputs", outputs, input, *root, info)
@@ -217,6 +240,11 @@ fn check(
             pairs
                 .iter()
                 .try_for_each(|(i, o)| world_times(o, i, world, "output", "input"))?;
+            reduces(*r, op.dtype())
+        }
+        Collective::ReduceScatterInPlace { tensors, op: r } => {
+            not_empty(tensors)?;
+            parts_for_all(tensors, world)?;
             reduces(*r, op.dtype())
         }
         Collective::AllToAll { inputs, outputs } => {
@@ -244,15 +272,24 @@ fn check(
             splits("input_splits", input_splits, input, world)?;
             splits("output_splits", output_splits, output, world)
         }
-        Collective::Send { peer, .. } => p2p_peer(*peer, info),
-        Collective::Recv { peer, .. } => match peer {
-            Some(p) => p2p_peer(*p, info),
-            None if caps.has(Feature::RecvAny) => Ok(()),
-            None => Err(Error::unsupported(format!(
-                "backend '{}' cannot receive from any rank",
-                info.backend
-            ))),
-        },
+        Collective::Send { peer, tag, .. } => {
+            p2p_peer(*peer, info)?;
+            matched_by(*tag, info, caps)
+        }
+        Collective::Recv { peer, tag, .. } => {
+            match peer {
+                Some(p) => p2p_peer(*p, info)?,
+                None if caps.has(Feature::RecvAny) => {}
+                None => {
+                    return Err(Error::unsupported(format!(
+                        "backend '{}' cannot receive from any rank: its library receives from the rank that it is told; name the \
+                         sender, or receive over a group that does (gloo)",
+                        info.backend
+                    )));
+                }
+            }
+            matched_by(*tag, info, caps)
+        }
         Collective::Barrier | Collective::MonitoredBarrier { .. } => Ok(()),
         Collective::Batch { ops } => {
             ensure(!ops.is_empty(), || "the batch is empty".to_string())?;
@@ -271,6 +308,19 @@ fn p2p_peer(peer: u32, info: &GroupInfo) -> Result<(), Error> {
         format!("peer {peer} does not exist in a world of {}", info.world_size)
     })?;
     ensure(peer != info.rank, || format!("peer {peer} is this rank itself"))
+}
+
+/// Where messages of a pair match in the order in which they are sent, a tag would be a promise that is not kept: a receive could
+/// get another message of the same size.
+fn matched_by(tag: u32, info: &GroupInfo, caps: &Capabilities) -> Result<(), Error> {
+    if tag == 0 || caps.has(Feature::Tags) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!(
+        "tag {tag}: backend '{}' matches the messages of two ranks in the order in which they are sent, not by tag; give tag 0 \
+         and receive in that order, or use a group for each kind of message",
+        info.backend
+    )))
 }
 
 fn own_part(
@@ -305,6 +355,23 @@ fn world_times(
     })
 }
 
+/// The elements of `tensor` that are never parted.
+fn together(tensor: &Tensor) -> usize {
+    if tensor.is_complex() { 2 } else { 1 }
+}
+
+fn parts_for_all(tensors: &[Tensor], world: usize) -> Result<(), Error> {
+    let mut all = tensors.iter().enumerate();
+    let odd = all.find(|(_, t)| !(t.count() / together(t)).is_multiple_of(world));
+    odd.map_or(Ok(()), |(i, t)| {
+        Err(Error::invalid(format!(
+            "tensor {i} has {} values of {}; in place it needs as many for each of {world} ranks",
+            t.count() / together(t),
+            t.value_name()
+        )))
+    })
+}
+
 fn root_list(name: &str, list: &[Tensor], own: &Tensor, root: u32, info: &GroupInfo) -> Result<(), Error> {
     if info.rank != root {
         return ensure(list.is_empty(), || {
@@ -322,13 +389,21 @@ fn root_list(name: &str, list: &[Tensor], own: &Tensor, root: u32, info: &GroupI
 }
 
 fn splits(name: &str, splits: &[usize], tensor: &Tensor, world: usize) -> Result<(), Error> {
+    let together = together(tensor);
     if splits.is_empty() {
-        return ensure(tensor.count().is_multiple_of(world), || {
+        return ensure((tensor.count() / together).is_multiple_of(world), || {
             format!(
-                "{} elements do not divide evenly among {world} ranks; give {name}",
-                tensor.count()
+                "{} values of {} do not divide evenly among {world} ranks; give {name}",
+                tensor.count() / together,
+                tensor.value_name()
             )
         });
+    }
+    if let Some((i, n)) = splits.iter().enumerate().find(|(_, n)| !n.is_multiple_of(together)) {
+        return Err(Error::invalid(format!(
+            "{name}[{i}] is {n} elements, which parts a {} in two",
+            tensor.value_name()
+        )));
     }
     ensure(splits.len() == world, || {
         format!("{name} has {} entries; the world has {world} ranks", splits.len())

@@ -27,7 +27,7 @@ use crate::{Codec, ErrorFeedback};
 ///
 /// - `all_reduce`, `reduce_scatter` and `reduce_scatter_into` of f32, f16 and bf16 with `Sum` and `Avg` are quantised; other reductions are
 ///   `Unsupported` with the reason. `all_gather`, `all_gather_into` and `broadcast` of those types are quantised with [`Moves::Quantized`]. Everything
-///   else is forwarded as it is.
+///   else is forwarded as it is. What would be quantised needs input and output apart: its forms in place are `Unsupported`.
 /// - All ranks of an all-reduce hold bitwise equal results, and the ranks' values are summed in f32 in rank order (INV-3).
 /// - Averages divide by the contributors counted in the same exchange (INV-4).
 /// - `configure` compares format, accuracy and moves with every other rank's through the store: `Mismatch` on all ranks names both (L12).
@@ -373,9 +373,14 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
         .cloned()
         .collect();
     notes.extend(kept);
+    // Exact moves are forwarded; what is quantised is read while the results of other ranks come.
+    let exact = match moves {
+        Moves::Exact => inner.ops,
+        Moves::Quantized => inner.ops.without(OpKind::AllGatherInPlace),
+    };
     Capabilities {
-        ops: inner
-            .ops
+        ops: exact
+            .without(OpKind::ReduceScatterInPlace)
             .without(OpKind::Reduce)
             .with(OpKind::AllReduce)
             .with(OpKind::ReduceScatter)

@@ -34,10 +34,7 @@ pub(crate) const REDUCTIONS: [ReduceOp; 2] = [ReduceOp::Sum, ReduceOp::Avg];
 
 /// True if `kind` reduces: such operations are quantised or refused, never forwarded.
 pub(crate) fn is_reduction(kind: OpKind) -> bool {
-    matches!(
-        kind,
-        OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter | OpKind::ReduceScatterInto
-    )
+    kind.is_reduction()
 }
 
 /// The operation's reduction.

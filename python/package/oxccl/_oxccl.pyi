@@ -705,6 +705,12 @@ class Group:
     @overload
     def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
     @overload
+    def all_gather_in_place(self, tensors: Tensors, *, timeout: Limit | None = None, async_op: Literal[False] = False) -> None:
+        """Part r of every tensor, which has one of the same size for each rank, becomes rank r's."""
+
+    @overload
+    def all_gather_in_place(self, tensors: Tensors, *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
+    @overload
     def gather(
         self,
         input: Tensor,
@@ -790,6 +796,31 @@ class Group:
         self,
         input: Tensors,
         output: Tensors,
+        op: Reduction = "sum",
+        *,
+        timeout: Limit | None = None,
+        async_op: Literal[True],
+        contribute: bool = True,
+    ) -> Work: ...
+    @overload
+    def reduce_scatter_in_place(
+        self,
+        tensors: Tensors,
+        op: Reduction = "sum",
+        *,
+        timeout: Limit | None = None,
+        async_op: Literal[False] = False,
+        contribute: bool = True,
+    ) -> None:
+        """This rank's part of every tensor, which has one of the same size for each rank, becomes the reduction of it.
+
+        What is in the other parts afterwards is undefined.
+        """
+
+    @overload
+    def reduce_scatter_in_place(
+        self,
+        tensors: Tensors,
         op: Reduction = "sum",
         *,
         timeout: Limit | None = None,

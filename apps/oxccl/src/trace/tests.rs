@@ -403,3 +403,20 @@ fn ranks_get_the_numbers_of_their_launcher_in_the_files_for_pytorch() {
         assert_eq!((&contents[..2], contents.last()), (&[0x80, 2][..], Some(&b'.')));
     }
 }
+
+#[test]
+fn a_rank_in_place_gives_the_analyser_the_sizes_of_one_that_is_not() {
+    for (name, input, output) in [("all_gather_into", 4, 8), ("reduce_scatter_into", 8, 4)] {
+        let file = |input: u64, output: u64| {
+            let op = Op {
+                name,
+                ..all_reduce(8)
+            };
+            let mut op = written(&op, 0, "done", START, Some(START + 100), None);
+            (op["input"], op["output"]) = (input.into(), output.into());
+            torch::files(&[record(0, 2, vec![op], START + SECOND)]).unwrap()
+        };
+        assert_eq!(file(8, 8), file(input, output), "{name}");
+        assert_ne!(file(4, 4), file(input, output), "{name}");
+    }
+}

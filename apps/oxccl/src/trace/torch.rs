@@ -140,6 +140,13 @@ fn entry(op: &Operation, c: &Configuration) -> Option<Fields> {
         return None;
     }
     let name = profiling_name(op);
+    // In place, the record has the whole for both; the analyser holds a rank's part against the whole.
+    let part = |n: u64| n / u64::from(c.world.max(1));
+    let (input, output) = match op.op.as_str() {
+        "all_gather_into" if op.input == op.output => (part(op.input), op.output),
+        "reduce_scatter_into" if op.input == op.output => (op.input, part(op.output)),
+        _ => (op.input, op.output),
+    };
     let int = |n: u64| Pickle::Int(i64::try_from(n).unwrap_or(i64::MAX));
     let sizes = |n: u64| list(vec![list(vec![int(n)])]);
     let dtypes = || list(vec![text(op.dtype.as_deref().map_or("Byte", scalar_type))]);
@@ -157,9 +164,9 @@ fn entry(op: &Operation, c: &Configuration) -> Option<Fields> {
             "time_discovered_completed_ns",
             time(op.ended_ns.filter(|_| op.state == State::Done)),
         ),
-        ("input_sizes", sizes(op.input)),
+        ("input_sizes", sizes(input)),
         ("input_dtypes", dtypes()),
-        ("output_sizes", sizes(op.output)),
+        ("output_sizes", sizes(output)),
         ("output_dtypes", dtypes()),
         (
             "state",

@@ -252,6 +252,49 @@ pub(crate) fn ready_early<'a>(send: &Send, receives: impl Iterator<Item = (&'a R
     ready
 }
 
+/// The schedule of an all-gather (`short` is `In`) or a reduce-scatter (`short` is `Out`) in which input and output are one memory: what
+/// was `In` and `Out` is `Out`, and the shorter of the two is range `own` of the longer. Messages and their order stay, so that ranks in
+/// place and others go together; copies from a range to itself go.
+pub(crate) fn in_place(mut s: Schedule, short: Buffer, own: &Range<usize>) -> Schedule {
+    let place = |span: &mut Span| {
+        if span.buffer == short {
+            span.range.start += own.start;
+            span.range.end += own.start;
+        }
+        if span.buffer != Buffer::Scratch {
+            span.buffer = Buffer::Out;
+        }
+    };
+    let local = |steps: &mut Vec<Local>| {
+        for step in &mut *steps {
+            match step {
+                Local::Copy { from, into } | Local::Reduce { from, into } => {
+                    place(from);
+                    place(into);
+                }
+                Local::Finish { span, .. } => place(span),
+                Local::Count { .. } => {}
+            }
+        }
+        steps.retain(|step| !matches!(step, Local::Copy { from, into } if from == into));
+    };
+    local(&mut s.before);
+    for round in &mut s.rounds {
+        round.sends.iter_mut().for_each(|send| place(&mut send.from));
+        for recv in &mut round.recvs {
+            place(&mut recv.into);
+            if let Landing::ReduceWith(with) = &mut recv.landing {
+                place(with);
+                if *with == recv.into {
+                    recv.landing = Landing::Reduce;
+                }
+            }
+        }
+        local(&mut round.after);
+    }
+    s
+}
+
 /// All-reduce of `bytes` bytes in place in `Out`. `one_host`: all ranks share memory.
 pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, one_host: bool) -> Schedule {
     let algorithm = all_reduce_algorithm(world, bytes, one_host);

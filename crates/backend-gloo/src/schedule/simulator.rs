@@ -348,6 +348,85 @@ fn reduce_sums_on_the_root_and_leaves_the_others_inputs_alone() {
     }
 }
 
+/// All-gathers and reduce-scatters of `parts` in which all ranks, or some, have one memory for input and output:
+/// the right result, and no copy.
+fn in_place_is_right(
+    parts: &[Range<usize>],
+    all_gather: impl Fn(u32) -> Schedule,
+    reduce_scatter: impl Fn(u32) -> Schedule,
+) {
+    let (n, world) = (parts.len(), parts.len() as u32);
+    let total = parts.last().map_or(0, |p| p.end);
+    let length = |r: usize| parts[r].len() / ELEMENT;
+    let whole: Vec<u8> = (0..n).flat_map(|r| values(r, length(r))).collect();
+    let copies = |s: &Schedule| {
+        let mut steps = s.before.iter().chain(s.rounds.iter().flat_map(|round| &round.after));
+        steps.any(|step| matches!(step, Local::Copy { .. }))
+    };
+    let choices: [fn(u32) -> bool; 3] = [|_| true, |r| r.is_multiple_of(2), |r| r % 3 == 1];
+    for chosen in choices {
+        let (mut schedules, mut inputs, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+        for r in 0..world {
+            let (own, apart) = (values(r as usize, length(r as usize)), all_gather(r));
+            let mut memory = vec![0; total];
+            if chosen(r) {
+                memory[parts[r as usize].clone()].copy_from_slice(&own);
+                let s = in_place(apart, Buffer::In, &parts[r as usize]);
+                assert!(!copies(&s), "{:?}", s.algorithm);
+                schedules.push(s);
+                inputs.push(Vec::new());
+            } else {
+                schedules.push(apart);
+                inputs.push(own);
+            }
+            outputs.push(memory);
+        }
+        for rank in simulate(&schedules, &inputs, &outputs, &vec![1; n]) {
+            assert_eq!(rank.buffers[1], whole);
+        }
+
+        let (mut schedules, mut inputs, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+        for r in 0..world {
+            let (data, apart) = (values(r as usize, total / ELEMENT), reduce_scatter(r));
+            if chosen(r) {
+                let s = in_place(apart, Buffer::Out, &parts[r as usize]);
+                assert!(!copies(&s), "{:?}", s.algorithm);
+                schedules.push(s);
+                inputs.push(Vec::new());
+                outputs.push(data);
+            } else {
+                schedules.push(apart);
+                inputs.push(data);
+                outputs.push(vec![0; parts[r as usize].len()]);
+            }
+        }
+        let own: Vec<u32> = (0..world).map(|r| r % 2).collect();
+        let sum = sum_of(n, total / ELEMENT);
+        for (r, rank) in simulate(&schedules, &inputs, &outputs, &own).iter().enumerate() {
+            let result = match chosen(r as u32) {
+                true => &rank.buffers[1][parts[r].clone()],
+                false => &rank.buffers[1],
+            };
+            assert_eq!(result, &sum[parts[r].clone()], "rank {r} of {n}");
+            assert_eq!(rank.counts[schedules[r].result.unwrap()], own.iter().sum::<u32>());
+        }
+    }
+}
+
+#[test]
+fn gathers_and_scatters_in_place_go_together_with_others_by_every_algorithm() {
+    for world in 1..=9u32 {
+        for seed in 0..5 {
+            let parts = parts_of(&uneven(world as usize, seed));
+            in_place_is_right(
+                &parts,
+                |r| all_gather(r, world, &parts),
+                |r| reduce_scatter(r, world, &parts),
+            );
+        }
+    }
+}
+
 #[test]
 fn all_gather_and_reduce_scatter_place_uneven_parts() {
     for world in 1..=9u32 {

@@ -21,6 +21,18 @@ fn spans(tensors: &[Tensor]) -> Vec<Span> {
     tensors.iter().map(Span::of).collect()
 }
 
+/// This rank's part of each tensor, and all of it.
+pub(super) fn own_parts(tensors: &[Tensor], rank: usize, world: usize) -> Result<Vec<(Span, Span)>> {
+    let of_one = |tensor: &Tensor| {
+        let whole = Span::of(tensor);
+        let bytes = whole.bytes() / world.max(1);
+        let own = whole.part(rank * bytes, bytes);
+        let own = own.ok_or_else(|| Error::invalid("this rank's part lies outside its tensor"))?;
+        Ok((own, whole))
+    };
+    tensors.iter().map(of_one).collect()
+}
+
 /// The parts of `whole` as `splits` (in elements; empty: even) cut it.
 fn cut(whole: &Tensor, splits: &[usize], world: usize) -> Result<Vec<Span>> {
     let size = whole.dtype().size();
@@ -80,6 +92,20 @@ impl Job<'_> {
                     list.iter()
                         .filter(|(i, _)| i.bytes() > 0)
                         .try_for_each(|(i, o)| calls.all_gather(*i, *o, i.bytes(), dtype::UINT8, self.stream))
+                })
+            }
+            Collective::AllGatherInPlace { tensors } => {
+                let list = own_parts(tensors, rank, world)?;
+                let total: usize = list.iter().map(|(own, _)| own.bytes() * (world - 1)).sum();
+                self.traffic(total, total);
+                let wholes: Vec<Span> = list.iter().map(|(_, whole)| *whole).collect();
+                // NCCL knows the call as in place by the address of the part.
+                self.moved(arrived(dtype_of(tensors.first()), &wholes), |calls| {
+                    list.iter()
+                        .filter(|(own, _)| own.bytes() > 0)
+                        .try_for_each(|(own, whole)| {
+                            calls.all_gather(*own, *whole, own.bytes(), dtype::UINT8, self.stream)
+                        })
                 })
             }
             Collective::Gather { input, outputs, root } => {

@@ -121,6 +121,17 @@ impl Run<'_> {
                 }
                 0..all
             }
+            Recipe::AllGatherInPlace => {
+                for i in 0..all {
+                    let whole = at(i);
+                    let mine = self.own_part(whole)?;
+                    // oneCCL's documentation of these calls knows no input within the output.
+                    let own = self.scratch.take(mine.bytes())?;
+                    self.copy(mine, own)?;
+                    self.all_gather(own, whole, dtype)?;
+                }
+                0..all
+            }
             Recipe::AllGather => {
                 self.all_gather_lists(dtype, lent)?;
                 1..all
@@ -199,6 +210,12 @@ impl Run<'_> {
                 Ok(Some(part))
             })
             .collect()
+    }
+
+    /// This rank's part of what has one for each rank.
+    fn own_part(&self, whole: Span) -> Result<Span> {
+        let bytes = whole.bytes() / self.world;
+        whole.part(self.rank * bytes, bytes)
     }
 
     fn broadcast(&self, data: Span, dtype: DType, root: u32) -> Result<()> {
@@ -336,6 +353,18 @@ impl Run<'_> {
                     }
                     self.scatter(from, into, route)?;
                     self.finish(into, dtype, op, contributors)?;
+                }
+            }
+            Recipe::ReduceScatterInPlace { .. } => {
+                for i in 0..lent.len() {
+                    let whole = lent.device_span(i);
+                    let mine = self.own_part(whole)?;
+                    // What is in the other parts afterwards is undefined.
+                    neutral(self, whole)?;
+                    let own = self.scratch.take(mine.bytes())?;
+                    self.scatter(whole, own, route)?;
+                    self.finish(own, dtype, op, contributors)?;
+                    self.copy(own, mine)?;
                 }
             }
             other => return Err(internal(&format!("{other:?} is no reduction"))),

@@ -5,7 +5,7 @@ use crate::{Collective, DType, Fingerprint, OpKind, Tensor};
 /// An operation without its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Summary {
-    /// The operation.
+    /// The operation, as ranks recognise it ([`OpKind::agreed`]).
     pub kind: OpKind,
     /// What the ranks of a collective must agree on.
     pub fingerprint: Fingerprint,
@@ -29,7 +29,10 @@ impl Summary {
         let one = |t: &Tensor| t.count() as u64;
         let (mut peer, mut tag) = (u32::MAX, 0);
         let (input, output) = match op {
-            Collective::AllReduce { tensors, .. } | Collective::Broadcast { tensors, .. } => {
+            Collective::AllReduce { tensors, .. }
+            | Collective::Broadcast { tensors, .. }
+            | Collective::AllGatherInPlace { tensors }
+            | Collective::ReduceScatterInPlace { tensors, .. } => {
                 let n = count(tensors);
                 (n, n)
             }
@@ -69,7 +72,7 @@ impl Summary {
             }),
         };
         Self {
-            kind: op.kind(),
+            kind: op.kind().agreed(),
             fingerprint: op.fingerprint(),
             input,
             output,

@@ -180,6 +180,14 @@ fn summaries_survive_their_slot() {
         assert_eq!(Summary::decode(summary.encode()), Some(summary));
         assert_eq!(summary.kind, op.kind());
     }
+    let in_place = Collective::AllGatherInPlace {
+        tensors: vec![tensor(8)],
+    };
+    let in_place = Summary::of(&in_place);
+    assert_eq!(Summary::decode(in_place.encode()), Some(in_place));
+    let apart = Summary::of(&ops[2]);
+    assert_eq!((in_place.kind, in_place.fingerprint), (apart.kind, apart.fingerprint));
+    assert_eq!((in_place.input, in_place.output, in_place.bytes()), (8, 8, 16));
     let [_, broadcast, gather, send, ..] = ops.each_ref().map(Summary::of);
     assert_eq!((broadcast.input, broadcast.fingerprint.root), (5, 3));
     assert_eq!((gather.input, gather.output, gather.bytes()), (2, 8, 16));

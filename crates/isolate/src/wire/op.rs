@@ -41,7 +41,9 @@ pub(crate) fn flows(op: &Collective, rank: u32) -> Vec<Flow> {
             .collect()
     };
     match op {
-        Collective::AllReduce { tensors, .. } => vec![BOTH; tensors.len()],
+        Collective::AllReduce { tensors, .. }
+        | Collective::AllGatherInPlace { tensors }
+        | Collective::ReduceScatterInPlace { tensors, .. } => vec![BOTH; tensors.len()],
         Collective::Broadcast { tensors, root } => {
             // A backend makes bools canonical, the root's too.
             let flow = |t: &Tensor| match (*root == rank, t.dtype()) {
@@ -103,6 +105,7 @@ pub(crate) fn put(w: &mut Writer, op: &Collective, places: &mut dyn Iterator<Ite
             all(w, outputs.len());
         }
         Collective::AllGatherInto { pairs } => all(w, pairs.len() * 2),
+        Collective::AllGatherInPlace { tensors } => all(w, tensors.len()),
         Collective::Gather { outputs, root, .. } => {
             w.u32(*root);
             all(w, 1);
@@ -121,6 +124,10 @@ pub(crate) fn put(w: &mut Writer, op: &Collective, places: &mut dyn Iterator<Ite
         Collective::ReduceScatterInto { pairs, op } => {
             put_reduce(w, *op);
             all(w, pairs.len() * 2);
+        }
+        Collective::ReduceScatterInPlace { tensors, op } => {
+            put_reduce(w, *op);
+            all(w, tensors.len());
         }
         Collective::AllToAll { inputs, outputs } => {
             all(w, inputs.len());
@@ -237,6 +244,7 @@ fn get_op(
         OpKind::AllGatherInto => Collective::AllGatherInto {
             pairs: pairs(all(r)?)?,
         },
+        OpKind::AllGatherInPlace => Collective::AllGatherInPlace { tensors: all(r)? },
         OpKind::Gather => Collective::Gather {
             root: r.u32()?,
             input: one(all(r)?)?,
@@ -255,6 +263,10 @@ fn get_op(
         OpKind::ReduceScatterInto => Collective::ReduceScatterInto {
             op: get_reduce(r)?,
             pairs: pairs(all(r)?)?,
+        },
+        OpKind::ReduceScatterInPlace => Collective::ReduceScatterInPlace {
+            op: get_reduce(r)?,
+            tensors: all(r)?,
         },
         OpKind::AllToAll => Collective::AllToAll {
             inputs: all(r)?,
@@ -365,6 +377,13 @@ mod tests {
             Collective::ReduceScatterInto {
                 pairs: vec![(t(), t())],
                 op: ReduceOp::Avg,
+            },
+            Collective::AllGatherInPlace {
+                tensors: vec![t(), t()],
+            },
+            Collective::ReduceScatterInPlace {
+                tensors: vec![t()],
+                op,
             },
             Collective::AllToAll {
                 inputs: vec![t(), t()],

@@ -4,7 +4,7 @@
 use ftcore::{Feature, OpKind};
 
 /// The buffers of each operation and what becomes of them. n is the number of ranks; a count is in elements.
-pub const OPERATIONS: [(OpKind, &str); 16] = [
+pub const OPERATIONS: [(OpKind, &str); 18] = [
     (
         OpKind::AllReduce,
         "1 or more buffers (coalesced), each reduced in place. `reduce` is set. The same counts on all ranks.",
@@ -70,6 +70,16 @@ pub const OPERATIONS: [(OpKind, &str); 16] = [
         OpKind::Batch,
         "No buffers of its own: 1 or more `children`, sends and receives with 1 buffer each, that progress together in any order.",
     ),
+    (
+        OpKind::AllGatherInPlace,
+        "1 or more buffers (coalesced) in n equal parts: part r becomes rank r's, which is the input. The same collective as ALL_GATHER_INTO: other ranks \
+         may call that.",
+    ),
+    (
+        OpKind::ReduceScatterInPlace,
+        "1 or more buffers (coalesced) in n equal parts: this rank's part becomes the reduction of it; the others may be written. `reduce` is set. The \
+         same collective as REDUCE_SCATTER_INTO: other ranks may call that.",
+    ),
 ];
 
 /// What a group that advertises a feature has to do.
@@ -99,7 +109,8 @@ pub const FEATURES: [(Feature, &str); 10] = [
     ),
     (
         Feature::Tags,
-        "A receive takes the message with its tag, in whatever order they were sent.",
+        "A receive takes the message with its tag, in whatever order they were sent. Without it messages of two ranks match in the order in which they are \
+         sent, and `tag` is always 0.",
     ),
     (Feature::RecvAny, "A receive may name no sender: `peer` is none."),
     (

@@ -277,6 +277,13 @@ unsafe fn collective(o: &abi::Operation, batches: bool, addresses: &mut u64) -> 
         OpKind::AllGatherInto => Collective::AllGatherInto {
             pairs: pairs(std::mem::take(&mut tensors))?,
         },
+        OpKind::AllGatherInPlace => Collective::AllGatherInPlace {
+            tensors: std::mem::take(&mut tensors),
+        },
+        OpKind::ReduceScatterInPlace => Collective::ReduceScatterInPlace {
+            tensors: std::mem::take(&mut tensors),
+            op: reduction(o)?,
+        },
         OpKind::ReduceScatterInto => Collective::ReduceScatterInto {
             pairs: pairs(std::mem::take(&mut tensors))?,
             op: reduction(o)?,

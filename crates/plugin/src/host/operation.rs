@@ -392,7 +392,9 @@ impl Outgoing {
         };
         let o = &mut out.operation;
         match op {
-            Collective::AllReduce { op, .. } | Collective::ReduceScatterInto { op, .. } => reduce(o, *op),
+            Collective::AllReduce { op, .. }
+            | Collective::ReduceScatterInto { op, .. }
+            | Collective::ReduceScatterInPlace { op, .. } => reduce(o, *op),
             Collective::ReduceScatter { op, inputs, .. } => {
                 reduce(o, *op);
                 o.input_count = u32::try_from(inputs.len()).unwrap_or(NONE);

@@ -195,6 +195,12 @@ fn parts_are_right(names: &[usize], lengths: &[usize]) {
         assert_eq!(rank.counts[scatters[r].result.unwrap()], own.iter().sum::<u32>());
     }
 
+    in_place_is_right(
+        &parts,
+        |r| layered::all_gather(r, &hosts, &parts),
+        |r| layered::reduce_scatter(r, &hosts, &parts),
+    );
+
     // Into every host comes what it lacks, and out of all together goes what came in.
     let crossed = |schedules: &[Schedule]| crossing(schedules, names).iter().sum::<usize>();
     let least: usize = (0..hosts.count() as usize).map(elsewhere).sum();

@@ -11,6 +11,11 @@ fn all_gather_and_reduce_scatter_are_right(lengths: &[usize]) {
 fn all_gather_and_reduce_scatter_by(block: usize, lengths: &[usize]) {
     let (n, world) = (lengths.len(), lengths.len() as u32);
     let parts = parts_of(lengths);
+    in_place_is_right(
+        &parts,
+        |r| shared::all_gather(r, world, &parts),
+        |r| shared::reduce_scatter(r, world, &parts, block),
+    );
     let total: usize = lengths.iter().sum();
     let whole: Vec<u8> = (0..n).flat_map(|r| values(r, lengths[r] / ELEMENT)).collect();
 

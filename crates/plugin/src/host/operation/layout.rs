@@ -122,6 +122,14 @@ fn inputs_come_before_outputs_pairs_in_turn_and_lists_are_counted() {
             },
             (vec![1, 2], 0, 0),
         ),
+        (
+            Collective::AllGatherInPlace { tensors: two() },
+            (vec![1, 2], 0, 0),
+        ),
+        (
+            Collective::ReduceScatterInPlace { tensors: two(), op },
+            (vec![1, 2], 0, 0),
+        ),
         (Collective::Barrier, (vec![], 0, 0)),
         (Collective::MonitoredBarrier { wait_all: true }, (vec![], 0, 0)),
         (
