@@ -70,10 +70,7 @@ impl Card {
 
 /// The same for processes that see each other in `/proc`; `None` where that cannot be known.
 fn host() -> Option<String> {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    let namespace = std::fs::read_link("/proc/self/ns/pid").ok()?;
-    let text = format!("{}+{}", boot.trim(), namespace.display());
-    (!text.contains(' ')).then_some(text)
+    ftcore::process_space().filter(|space| !space.contains(' '))
 }
 
 fn make(nonce: u64, world: u32) -> Option<File> {

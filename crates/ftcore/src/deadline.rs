@@ -13,3 +13,8 @@ pub fn deadline_in(timeout: Duration) -> Instant {
 pub fn time_left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }
+
+/// `by` after `at`; `at` itself where that cannot be represented.
+pub fn later(at: Instant, by: Duration) -> Instant {
+    at.checked_add(by).unwrap_or(at)
+}

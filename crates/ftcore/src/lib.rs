@@ -29,6 +29,7 @@ mod nearest;
 mod options;
 mod parting;
 pub mod printable;
+mod process_space;
 mod reduce_op;
 pub mod registry;
 mod roles;
@@ -42,7 +43,7 @@ pub use cancel::Cancel;
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
 pub use collective::{Collective, Fingerprint, OpKind};
 pub use crossing::{Crossing, StaticCrossing, crossing};
-pub use deadline::{deadline_in, time_left};
+pub use deadline::{deadline_in, later, time_left};
 pub use descriptors::{accept_failure, raise_descriptor_limit};
 pub use device::{
     Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, StaticAccelerator, Stream, accelerator,
@@ -57,6 +58,7 @@ pub use identity::Credentials;
 pub use inventory;
 pub use memory::{Real, Tensor, leaked_bytes, prefer_huge_pages, wrong_device};
 pub use options::{GroupOptions, Resolved, SubmitOptions, VARIABLE, option_text, variable_prefix};
+pub use process_space::process_space;
 pub use reduce_op::ReduceOp;
 pub use registry::Registry;
 pub use roles::Role;

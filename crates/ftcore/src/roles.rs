@@ -2,7 +2,7 @@
 //!
 //! For code that carries a collective over to other memory: staging through the host, another process, a plugin.
 
-use crate::{Collective, Result, Tensor};
+use crate::{Collective, DType, Result, Tensor};
 
 /// What an operation does with a tensor on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,6 +28,17 @@ impl Role {
 }
 
 impl Collective {
+    /// The role of each tensor on `rank`, in the order of [`tensors`](Self::tensors).
+    pub fn roles(&self, rank: u32) -> Vec<Role> {
+        let mut roles = Vec::new();
+        // Only asks: nothing is made.
+        let _ = self.with_tensors(rank, &mut |_, role| {
+            roles.push(role);
+            Ok(Tensor::zeros(DType::U8, 0))
+        });
+        roles
+    }
+
     /// The same operation over the tensors that `make` gives for this one's, called in the order of
     /// [`tensors`](Self::tensors) with each one's role on `rank`. The first error of `make` ends it.
     pub fn with_tensors(
@@ -50,7 +61,15 @@ impl Collective {
                 op: *op,
             },
             Self::Broadcast { tensors, root } => Self::Broadcast {
-                tensors: all(tensors, of_root(*root, Input, Output), make)?,
+                tensors: tensors
+                    .iter()
+                    .map(|t| match (rank == *root, t.dtype()) {
+                        // Backends make bools canonical, the root's too (L16).
+                        (true, DType::Bool) => make(t, InOut),
+                        (true, _) => make(t, Input),
+                        (false, _) => make(t, Output),
+                    })
+                    .collect::<Result<_>>()?,
                 root: *root,
             },
             Self::Reduce { tensor, op, root } => Self::Reduce {
@@ -151,12 +170,13 @@ mod tests {
             .with_tensors(rank, &mut |tensor, role| {
                 roles.push(role);
                 counts.push(tensor.count());
-                Ok(t(tensor.count()))
+                Ok(Tensor::zeros(tensor.dtype(), tensor.count()))
             })
             .unwrap();
         assert_eq!(copy.fingerprint(), op.fingerprint());
         let shown: Vec<usize> = op.tensors().iter().map(|t| t.count()).collect();
         assert_eq!(counts, shown, "in the order of tensors()");
+        assert_eq!(op.roles(rank), roles);
         roles
     }
 
@@ -170,6 +190,11 @@ mod tests {
         };
         assert_eq!(roles(&broadcast, 1), [Input, Input]);
         assert_eq!(roles(&broadcast, 0), [Output, Output]);
+        let bools = Collective::Broadcast {
+            tensors: vec![Tensor::zeros(DType::Bool, 1)],
+            root: 1,
+        };
+        assert_eq!((roles(&bools, 1), roles(&bools, 0)), (vec![InOut], vec![Output]));
         let reduce = Collective::Reduce {
             tensor: t(3),
             op: sum,

@@ -16,7 +16,6 @@ use super::{Connection, tool};
 use crate::channel::{Backoff, Way, call, wait_for};
 use crate::clock::deadline_in;
 use crate::manager::RankCounts;
-use crate::manager::presence::process_space;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, joining_code, oxccl, torchft};
@@ -450,7 +449,7 @@ async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank:
             .watch(oxccl::WatchRequest {
                 group_rank: i64::from(group_rank),
                 process: i64::from(std::process::id()),
-                process_space: process_space(),
+                process_space: ftcore::process_space().unwrap_or_default(),
             })
             .await
         {

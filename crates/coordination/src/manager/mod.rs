@@ -20,7 +20,7 @@ use protocol::MAX_ID_BYTES;
 
 mod actor;
 mod counts;
-pub(crate) mod presence;
+mod presence;
 mod service;
 pub(crate) mod uplink;
 

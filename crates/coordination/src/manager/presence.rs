@@ -20,17 +20,6 @@ use tonic::Status;
 use super::actor::Manager;
 use crate::wire::oxccl;
 
-/// Names the processes that a process number means something to: this boot of this machine, and the namespace. Empty if
-/// the system does not tell.
-pub(crate) fn process_space() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    let space = std::fs::read_link("/proc/self/ns/pid");
-    match (boot, space) {
-        (Ok(boot), Ok(space)) => format!("{} {}", boot.trim(), space.display()),
-        _ => String::new(),
-    }
-}
-
 /// The events for one rank. Its end, however it comes, is told to the actor.
 pub(crate) struct Watched {
     events: WatchStream<Option<AbortEpoch>>,

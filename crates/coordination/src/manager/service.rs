@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status};
 
 use super::actor::{Manager, Message, gone};
 use super::counts::count;
-use super::presence::{Watched, process_space};
+use super::presence::Watched;
 use crate::channel::background_deadline;
 use crate::clock::deadline_in;
 use crate::exposition;
@@ -241,7 +241,8 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
         let own = i64::from(std::process::id());
-        let here = r.process != own && !r.process_space.is_empty() && r.process_space == process_space();
+        let same = ftcore::process_space().is_some_and(|space| space == r.process_space);
+        let here = r.process != own && same;
         let process = Some(r.process).filter(|_| here);
         Ok(Response::new(Watched::begin(self, rank, process, GRACE)))
     }

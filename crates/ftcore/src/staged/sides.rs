@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use super::pool::Pool;
 use crate::engine::{self, Channel, Driver, Ended, Job, Label, Place, Stage, Ticket};
 use crate::{
-    Accelerator, Checked, Collective, Completion, DType, Device, Error, ErrorKind, Event, OpKind,
-    ProcessGroup, Result, Role, Stream, SubmitOptions, Tensor, Work, deadline_in, time_left,
+    Accelerator, Checked, Collective, Completion, Device, Error, ErrorKind, Event, ProcessGroup, Result,
+    Stream, SubmitOptions, Tensor, Work, deadline_in, time_left,
 };
 
 /// One configuration of a group at work.
@@ -274,19 +274,11 @@ impl Sides {
         ticket: Ticket<StagedDriver>,
         stream: &dyn Stream,
     ) {
-        let mut roles = Vec::new();
-        // Only asks for the roles: nothing is made.
-        let _ = op.with_tensors(ticket.engine().place().rank, &mut |_, role| {
-            roles.push(role);
-            Ok(Tensor::zeros(DType::U8, 0))
-        });
-        let kind = op.kind();
-        // The root's own bools come back as 0 or 1 too, as everywhere (L16).
-        let canonical = |t: &Tensor| kind == OpKind::Broadcast && t.dtype() == DType::Bool;
+        let roles = op.roles(ticket.engine().place().rank);
         let mut tensors = op.into_tensors();
         let parts = tensors.iter_mut().zip(&completion.tensors).zip(roles);
         let copied = parts
-            .filter(|((to, _), role): &((&mut Tensor, _), Role)| role.is_written() || canonical(to))
+            .filter(|(_, role)| role.is_written())
             .try_for_each(|((to, from), _)| self.accelerator.copy_in(from.bytes(), to, stream))
             .and_then(|()| stream.synchronize(deadline_in(COPY_LIMIT)));
         match copied {
