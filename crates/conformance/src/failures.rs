@@ -11,6 +11,7 @@ use ftcore::{
 
 use crate::case::{Case, Worlds, eventually};
 use crate::expected;
+use crate::messages::tag_of;
 use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
 
