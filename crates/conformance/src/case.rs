@@ -13,7 +13,8 @@ use crate::lent::{Lasting, Lent};
 use crate::probe::summed;
 use crate::staged::staged;
 use crate::{
-    Outcome, arguments, barriers, complex, failures, lifetime, messages, mismatch, movement, reductions, streams,
+    Outcome, arguments, barriers, complex, failures, lifetime, messages, mismatch, movement, reductions,
+    streams,
 };
 
 /// What a case needs of a backend or a harness; without it the case is ignored, with the reason.

@@ -18,9 +18,19 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     for &world in worlds.or(&[1, 2, 3]) {
         let sums = [Needs::Op(OpKind::AllReduce), Needs::Reduce(ReduceOp::Sum)];
         all.extend([
-            Case::new("complex::sums_and_averages_are_those_of_the_parts", world, &sums, sums_and_averages),
+            Case::new(
+                "complex::sums_and_averages_are_those_of_the_parts",
+                world,
+                &sums,
+                sums_and_averages,
+            ),
             Case::new("complex::numbers_are_moved_as_they_are", world, &[], moved),
-            Case::new("complex::what_is_not_right_by_parts_is_refused", world, &[], not_by_parts),
+            Case::new(
+                "complex::what_is_not_right_by_parts_is_refused",
+                world,
+                &[],
+                not_by_parts,
+            ),
         ]);
     }
     all.into_iter().map(Case::sharing).collect()
@@ -151,7 +161,9 @@ fn not_by_parts(rank: &Rank) -> Outcome {
                 Collective::AllToAllInto {
                     input: zeros(2 * n)?,
                     output: zeros(2 * n)?,
-                    input_splits: (0..n).map(|i| 2 + usize::from(i == 0) - usize::from(i == 1)).collect(),
+                    input_splits: (0..n)
+                        .map(|i| 2 + usize::from(i == 0) - usize::from(i == 1))
+                        .collect(),
                     output_splits: Vec::new(),
                 },
             ),
@@ -190,7 +202,11 @@ fn by_name(
     let Err(rejected) = group.run(again, SubmitOptions::default()) else {
         return Err(Failure::new(format!("{op} of complex numbers was accepted")));
     };
-    let name = if dtype == DType::F32 { "complex64" } else { "complex128" };
+    let name = if dtype == DType::F32 {
+        "complex64"
+    } else {
+        "complex128"
+    };
     let text = rejected.error.to_string();
     ensure!(
         text.contains(name) && text.contains("view_as_real"),

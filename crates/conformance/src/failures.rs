@@ -11,6 +11,7 @@ use ftcore::{
 
 use crate::case::{Case, Worlds, eventually};
 use crate::expected;
+use crate::messages::tag_of;
 use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
 
@@ -170,7 +171,8 @@ fn dropped(rank: &Rank) -> Outcome {
     let work = submit_large(group.as_ref(), rank.soon()).map(|w| if rank.rank == last { None } else { w });
     if rank.rank == last {
         // All ranks are in the operation; one vanishes with work pending.
-        let pending = group.recv(Tensor::zeros(moved(group.capabilities()), 1), 0, 42)?;
+        let tag = tag_of(group.as_ref(), 42);
+        let pending = group.recv(Tensor::zeros(moved(group.capabilities()), 1), 0, tag)?;
         rank.meet("submitted")?;
         drop(group);
         let Err(e) = pending.wait(rank.soon()) else {

@@ -8,6 +8,7 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds, eventually};
+use crate::messages::tag_of;
 use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
 
@@ -280,7 +281,8 @@ fn dropped_group(rank: &Rank) -> Outcome {
         eventually("the news", || group.error())?;
         return Ok(());
     }
-    let work = group.recv(Tensor::zeros(moved(group.capabilities()), 4), 1, 9)?;
+    let tag = tag_of(group.as_ref(), 9);
+    let work = group.recv(Tensor::zeros(moved(group.capabilities()), 4), 1, tag)?;
     drop(group);
     let Err(e) = work.wait(rank.soon()) else {
         return Err(Failure::new("a receive without a sender succeeded"));

@@ -237,16 +237,16 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
 
 /// A message that was not received yet does not hold up a collective, nor the other way round.
 fn beside_collectives(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
-    let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), tag_of(group, 7))?;
+    let sent = group.send(
+        pattern(DType::F32, rank.rank, LARGE),
+        next(rank),
+        tag_of(group, 7),
+    )?;
     let probe = Probe::of(group, DType::I32);
     for _ in 0..5 {
         probe.sum(group, "a sum beside a message", (1, rank.world as i32), 3000)?;
     }
-    let received = group.recv(
-        Tensor::zeros(DType::F32, LARGE),
-        previous(rank),
-        tag_of(group, 7),
-    )?;
+    let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), tag_of(group, 7))?;
     check_pattern(
         "recv",
         DType::F32,

@@ -1,8 +1,8 @@
 //! All-reduce, reduce and reduce-scatter against the oracle: every dtype and operation that is advertised, every size.
 
 use ftcore::{
-    Capabilities, Collective, DType, Error, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
-    Tensor,
+    Capabilities, Collective, DType, Error, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
+    SubmitOptions, Tensor,
 };
 
 use crate::case::{Case, Worlds};
@@ -599,7 +599,13 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
             contribute: subset & (1 << rank.rank) != 0,
             ..SubmitOptions::by(rank.soon())
         };
-        let tensors = vec![oracle::tensor(kind, dtype, op, rank.rank, 50 * rank.world as usize)];
+        let tensors = vec![oracle::tensor(
+            kind,
+            dtype,
+            op,
+            rank.rank,
+            50 * rank.world as usize,
+        )];
         let work = group.run(Collective::ReduceScatterInPlace { tensors, op }, options)?;
         let (_, own, _) = own_part(rank, work.take_tensor()?)?;
         ensure!(

@@ -602,17 +602,30 @@ mod tests {
     fn a_rank_in_place_makes_the_same_collective_as_one_that_is_not() {
         let f = |n: usize| Tensor::zeros(DType::F32, n);
         let op = ReduceOp::Avg;
-        let apart = Collective::AllGatherInto { pairs: vec![(f(2), f(6)), (f(1), f(3))] };
-        let in_place = Collective::AllGatherInPlace { tensors: vec![f(6), f(3)] };
+        let apart = Collective::AllGatherInto {
+            pairs: vec![(f(2), f(6)), (f(1), f(3))],
+        };
+        let in_place = Collective::AllGatherInPlace {
+            tensors: vec![f(6), f(3)],
+        };
         assert_eq!(in_place.fingerprint(), apart.fingerprint());
         assert_ne!(
             Collective::AllGatherInPlace { tensors: vec![f(9)] }.fingerprint(),
             apart.fingerprint()
         );
-        let apart = Collective::ReduceScatterInto { pairs: vec![(f(6), f(2))], op };
-        let in_place = Collective::ReduceScatterInPlace { tensors: vec![f(6)], op };
+        let apart = Collective::ReduceScatterInto {
+            pairs: vec![(f(6), f(2))],
+            op,
+        };
+        let in_place = Collective::ReduceScatterInPlace {
+            tensors: vec![f(6)],
+            op,
+        };
         assert_eq!(in_place.fingerprint(), apart.fingerprint());
-        assert_eq!(in_place.fingerprint().to_string(), "reduce_scatter_into(f32, 6 elements, avg)");
+        assert_eq!(
+            in_place.fingerprint().to_string(),
+            "reduce_scatter_into(f32, 6 elements, avg)"
+        );
         for kind in OpKind::ALL {
             assert_eq!(kind.apart().is_some(), kind.agreed() != kind, "{kind}");
             assert_eq!(kind.agreed().is_reduction(), kind.is_reduction(), "{kind}");

@@ -427,7 +427,13 @@ impl Drop for Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?} on {})", self.value_name(), self.shape, self.device)
+        write!(
+            f,
+            "Tensor({} {:?} on {})",
+            self.value_name(),
+            self.shape,
+            self.device
+        )
     }
 }
 
@@ -562,9 +568,14 @@ mod tests {
         let (kind, text) = refused(twice, &all);
         assert_eq!(kind, ErrorKind::InvalidArgument, "{text}");
         assert!(text.contains("tensors 0 and 1 share memory"), "{text}");
-        let odd = Collective::AllGatherInPlace { tensors: vec![at(0, 5)] };
+        let odd = Collective::AllGatherInPlace {
+            tensors: vec![at(0, 5)],
+        };
         let (_, text) = refused(odd, &all);
-        assert!(text.contains("tensor 0 has 5 ") && text.contains("3 ranks"), "{text}");
+        assert!(
+            text.contains("tensor 0 has 5 ") && text.contains("3 ranks"),
+            "{text}"
+        );
         let scatter = Collective::ReduceScatterInPlace {
             tensors: vec![at(0, 6)],
             op: ReduceOp::Sum,

@@ -120,7 +120,10 @@ fn check(
                 t.dtype()
             )));
         }
-        let odd = tensors.iter().enumerate().find(|(_, t)| t.is_complex() != first.is_complex());
+        let odd = tensors
+            .iter()
+            .enumerate()
+            .find(|(_, t)| t.is_complex() != first.is_complex());
         if let Some((i, t)) = odd.filter(|_| kind != OpKind::Batch) {
             return Err(Error::invalid(format!(
                 "tensor {i} holds {}, tensor 0 {}; view both as complex or both as real",
@@ -155,7 +158,9 @@ fn check(
         }
         if let Some((a, b)) = find_overlap(&tensors) {
             let in_place = match kind {
-                OpKind::AllGatherInto => "; where the input is this rank's part of the output, give all_gather_in_place that tensor alone",
+                OpKind::AllGatherInto => {
+                    "; where the input is this rank's part of the output, give all_gather_in_place that tensor alone"
+                }
                 OpKind::ReduceScatterInto => {
                     "; where the output is this rank's part of the input, give reduce_scatter_in_place that tensor alone"
                 }
@@ -166,7 +171,9 @@ fn check(
             )));
         }
     }
-    let complex = tensors.first().filter(|t| t.is_complex() && kind != OpKind::Batch);
+    let complex = tensors
+        .first()
+        .filter(|t| t.is_complex() && kind != OpKind::Batch);
     let reduces = |r: ReduceOp, dtype: Option<DType>| {
         if let Some(error) = complex.and_then(|t| not_by_parts(r, t.value_name())) {
             return Err(error);
@@ -399,7 +406,11 @@ fn splits(name: &str, splits: &[usize], tensor: &Tensor, world: usize) -> Result
             )
         });
     }
-    if let Some((i, n)) = splits.iter().enumerate().find(|(_, n)| !n.is_multiple_of(together)) {
+    if let Some((i, n)) = splits
+        .iter()
+        .enumerate()
+        .find(|(_, n)| !n.is_multiple_of(together))
+    {
         return Err(Error::invalid(format!(
             "{name}[{i}] is {n} elements, which parts a {} in two",
             tensor.value_name()

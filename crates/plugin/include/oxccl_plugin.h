@@ -140,6 +140,13 @@ enum oxccl_op {
     /* No buffers of its own: 1 or more children, sends and receives with 1 buffer each, that progress
      * together in any order. */
     OXCCL_OP_BATCH = 15,
+    /* 1 or more buffers (coalesced) in n equal parts: part r becomes rank r's, which is the input. The same
+     * collective as ALL_GATHER_INTO: other ranks may call that. */
+    OXCCL_OP_ALL_GATHER_IN_PLACE = 16,
+    /* 1 or more buffers (coalesced) in n equal parts: this rank's part becomes the reduction of it; the
+     * others may be written. reduce is set. The same collective as REDUCE_SCATTER_INTO: other ranks may call
+     * that. */
+    OXCCL_OP_REDUCE_SCATTER_IN_PLACE = 17,
 };
 
 /* Element types. */
@@ -192,7 +199,8 @@ enum oxccl_feature {
     /* contribute 0 is honoured in reductions: the rank gives the identity and is not counted; averages divide
      * by the contributors, whose number is in the outcome. Without it contribute is always 1. */
     OXCCL_FEATURE_CONTRIBUTORS = 4,
-    /* A receive takes the message with its tag, in whatever order they were sent. */
+    /* A receive takes the message with its tag, in whatever order they were sent. Without it messages of two
+     * ranks match in the order in which they are sent, and tag is always 0. */
     OXCCL_FEATURE_TAGS = 5,
     /* A receive may name no sender: peer is none. */
     OXCCL_FEATURE_RECV_ANY = 6,

@@ -360,7 +360,10 @@ fn in_place_is_right(
     let length = |r: usize| parts[r].len() / ELEMENT;
     let whole: Vec<u8> = (0..n).flat_map(|r| values(r, length(r))).collect();
     let copies = |s: &Schedule| {
-        let mut steps = s.before.iter().chain(s.rounds.iter().flat_map(|round| &round.after));
+        let mut steps = s
+            .before
+            .iter()
+            .chain(s.rounds.iter().flat_map(|round| &round.after));
         steps.any(|step| matches!(step, Local::Copy { .. }))
     };
     let choices: [fn(u32) -> bool; 3] = [|_| true, |r| r.is_multiple_of(2), |r| r % 3 == 1];

@@ -186,7 +186,10 @@ fn summaries_survive_their_slot() {
     let in_place = Summary::of(&in_place);
     assert_eq!(Summary::decode(in_place.encode()), Some(in_place));
     let apart = Summary::of(&ops[2]);
-    assert_eq!((in_place.kind, in_place.fingerprint), (apart.kind, apart.fingerprint));
+    assert_eq!(
+        (in_place.kind, in_place.fingerprint),
+        (apart.kind, apart.fingerprint)
+    );
     assert_eq!((in_place.input, in_place.output, in_place.bytes()), (8, 8, 16));
     let [_, broadcast, gather, send, ..] = ops.each_ref().map(Summary::of);
     assert_eq!((broadcast.input, broadcast.fingerprint.root), (5, 3));

@@ -106,10 +106,16 @@ mod tests {
         let numbers = vec![[1f32, 2.0], [3.0, 4.0], [5.0, 6.0]];
         let at = numbers.as_ptr().cast::<u8>();
         let mut t = Tensor::from_complex(numbers);
-        assert_eq!((t.as_ptr(), t.shape(), t.count(), t.dtype()), (at, &[3, 2][..], 6, DType::F32));
+        assert_eq!(
+            (t.as_ptr(), t.shape(), t.count(), t.dtype()),
+            (at, &[3, 2][..], 6, DType::F32)
+        );
         assert_eq!((t.is_complex(), t.value_name()), (true, "complex64"));
         t.as_complex_mut::<f32>().unwrap()[1] = [7.0, 8.0];
-        assert_eq!(t.as_complex::<f32>().unwrap(), [[1.0, 2.0], [7.0, 8.0], [5.0, 6.0]]);
+        assert_eq!(
+            t.as_complex::<f32>().unwrap(),
+            [[1.0, 2.0], [7.0, 8.0], [5.0, 6.0]]
+        );
         assert!(t.as_complex::<f64>().is_err());
         assert_eq!(format!("{t:?}"), "Tensor(complex64 [3, 2] on cpu)");
         let copy = t.duplicate().unwrap();
@@ -127,14 +133,20 @@ mod tests {
         let (e, _) = *Tensor::from_vec(vec![1i32; 2]).view_as_complex().unwrap_err();
         assert!(e.to_string().contains("i32"), "{e}");
         let t = Tensor::zeros(DType::F64, 4).view_as_complex().unwrap();
-        assert_eq!((t.value_name(), t.as_complex::<f64>().unwrap()), ("complex128", &[[0.0; 2]; 2][..]));
+        assert_eq!(
+            (t.value_name(), t.as_complex::<f64>().unwrap()),
+            ("complex128", &[[0.0; 2]; 2][..])
+        );
     }
 
     #[test]
     fn a_number_is_not_cut_in_two_and_parts_keep_what_they_are() {
         let t = Tensor::from_complex(vec![[1f64, 2.0], [3.0, 4.0]]);
         let (e, t) = *t.split_at(1).unwrap_err();
-        assert!(e.to_string().contains("element 1") && e.to_string().contains("complex128"), "{e}");
+        assert!(
+            e.to_string().contains("element 1") && e.to_string().contains("complex128"),
+            "{e}"
+        );
         let (a, b) = t.split_at(2).unwrap();
         assert!(a.is_complex() && b.is_complex());
         let (e, a, b) = *a.view_as_real().join(b).unwrap_err();
