@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::Split;
 use ftcore::{
-    Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result,
-    Store, deadline_in,
+    Cancel, Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, Registry,
+    Result, Store, deadline_in,
 };
 
 use crate::place::Host;
@@ -36,6 +36,8 @@ pub struct WorldOptions {
     pub split_groups: Option<bool>,
     /// Makes the backends' groups; [`Registry::create`] of the process's registry if you do not say otherwise.
     pub make: Arc<Make>,
+    /// Ends the waits of the first connection with its reason.
+    pub cancel: Cancel,
 }
 
 impl Default for WorldOptions {
@@ -47,6 +49,7 @@ impl Default for WorldOptions {
             options_of: BTreeMap::new(),
             split_groups: None,
             make: Arc::new(|name, device, options| Registry::global().create(name, device, options)),
+            cancel: Cancel::default(),
         }
     }
 }
@@ -203,7 +206,7 @@ impl Made {
             rank,
             world_size,
             deadline,
-            cancel: Default::default(),
+            cancel: self.options.cancel.clone(),
         };
         self.group.configure(configuration.clone())?;
         Ok(World {

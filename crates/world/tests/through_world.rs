@@ -75,8 +75,13 @@ impl ProcessGroup for ThroughWorld {
         if self.made.get().is_some() {
             return Err(Error::new(ErrorKind::InvalidState, "a world is configured once"));
         }
-        let store = Arc::new(PrefixStore::new(c.store, &c.prefix));
-        let world = World::with_store(store, c.rank, c.world_size, self.options.clone(), c.deadline)?;
+        // Each world has keys of its own, as each epoch of a group has.
+        let store = Arc::new(PrefixStore::new(c.store, format!("{}/{}", c.prefix, c.epoch.0)));
+        let options = WorldOptions {
+            cancel: c.cancel,
+            ..self.options.clone()
+        };
+        let world = World::with_store(store, c.rank, c.world_size, options, c.deadline)?;
         let all: Vec<u32> = (0..c.world_size).collect();
         let group = world.new_group(&all, &GroupSpec::default(), c.deadline)?;
         let group = group.ok_or_else(|| Error::new(ErrorKind::Internal, "no group of all ranks"))?;

@@ -134,9 +134,7 @@ pub(crate) fn check_words() -> Result<bool> {
     let metadata = Metadata::read()?;
     let sources = read_sources(&metadata)?;
     let documents = read_documents(&metadata.workspace_root)?;
-    let in_documents = documents
-        .iter()
-        .flat_map(|(path, text)| words::check(path, text));
+    let in_documents = documents.iter().flat_map(|(path, text)| words::check(path, text));
     let findings: Vec<Finding> = sources
         .iter()
         .flat_map(words::check_source)

@@ -82,7 +82,10 @@ mod tests {
     #[test]
     fn private_words_in_comments_and_texts_of_sources_are_found_too() {
         let lines = |path: &str| -> Vec<usize> {
-            let source = Source::new(path, "let nobody_waits = 1;\n// Nobody waits.\nfail(\"whoever\");");
+            let source = Source::new(
+                path,
+                "let nobody_waits = 1;\n// Nobody waits.\nfail(\"whoever\");",
+            );
             check_source(&source).iter().map(|f| f.line).collect()
         };
         assert_eq!(lines("crates/x/src/lib.rs"), [2, 3]);

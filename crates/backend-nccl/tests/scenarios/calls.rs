@@ -220,10 +220,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         no_id,
     ));
     let hang = [(HANG, "call:ncclCommFinalize@0:1")];
-    all.push(scenario(
-        "call_a_leave_that_hangs_holds_no_rank_up",
-        &hang,
-        leave,
-    ));
+    all.push(scenario("call_a_leave_that_hangs_holds_no_rank_up", &hang, leave));
     all
 }

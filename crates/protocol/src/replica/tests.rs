@@ -336,7 +336,10 @@ fn an_evicted_replica_ends_for_all_its_ranks_with_the_operators_words_and_a_kill
     let over = told
         .iter()
         .any(|a| matches!(a, ReplicaAction::Push(event) if event.quorum_id == 7));
-    assert!(over, "a rank that connects or reduces waits for no other: {told:?}");
+    assert!(
+        over,
+        "a rank that connects or reduces waits for no other: {told:?}"
+    );
     for actions in [told, rig.ask(1)] {
         let error = actions.iter().find_map(|a| match a {
             ReplicaAction::Quorum { answer: Err(e), .. } => Some(e.clone()),

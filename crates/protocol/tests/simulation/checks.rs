@@ -313,7 +313,9 @@ impl Checks {
             ));
         }
         if contributors().next().is_none() {
-            return Err(format!("INV-4: in epoch {epoch} no replica contributes: {shares:?}"));
+            return Err(format!(
+                "INV-4: in epoch {epoch} no replica contributes: {shares:?}"
+            ));
         }
         Ok(())
     }
