@@ -5,7 +5,7 @@
 mod wire;
 
 use ftcore::{Collective, DType, Device, Error, ErrorKind, GroupOptions, ReduceOp, Result, Tensor};
-use wire::frames::{Carry, Done, Either, Order, Report, Settled, submit};
+use wire::frames::{Carry, Done, Either, Greeting, Order, Report, Settled, address, submit};
 use wire::op::Place;
 use wire::{MAX_FRAME, Writer};
 
@@ -94,6 +94,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     options.hints.insert("name".to_string(), "value".to_string());
     let orders = [
         Order::Hello {
+            greeting: Greeting,
             backend: "gloo".to_string(),
             device: Device::CPU,
             options,
@@ -135,6 +136,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             deadline,
         },
         Order::Release { group: 0 },
+        Order::End { reason: text() },
         Order::Leave,
     ];
     let error = Error::new(ErrorKind::PeerLost, "closed its connection")
@@ -154,29 +156,30 @@ pub fn seeds() -> Vec<Vec<u8>> {
         epoch: 3,
         sent: 4,
         received: 5,
-        exists: true,
     };
     let done = |result| {
-        Report::Done(Done {
+        let done = Done {
             id: 7,
             group: 0,
             released: true,
+            fatal: true,
             result,
-            poison: Some(error.clone()),
             sent: 1,
             received: 2,
-        })
+        };
+        Report::Done { done }
     };
     let reports = [
-        Report::Refused(error.clone()),
+        Report::Refused { error: error.clone() },
         Report::Answer {
             call: 1,
-            result: Ok(settled),
+            result: Ok(Some(settled)),
         },
         done(Ok((Some(3), 2))),
         done(Err(error.clone())),
-        Report::Poison {
+        Report::Failed {
             group: 0,
+            epoch: 3,
             error: error.clone(),
         },
     ];
@@ -215,9 +218,11 @@ pub fn seeds() -> Vec<Vec<u8>> {
             dtype: t.dtype(),
             count: t.count() as u64,
         });
-        let mut w = submit(0, true, false, deadline, Some(&[9; 8]));
+        let mut w = submit(0, true, deadline, Some(vec![9; 8]));
         wire::op::put(&mut w, op, &mut places.into_iter())?;
-        w.numbered(17).finish()
+        let mut frame = w.finish()?;
+        address(&mut frame, 17, false);
+        Ok(frame)
     };
     let frames: Result<Vec<Vec<u8>>> = orders
         .iter()

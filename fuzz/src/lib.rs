@@ -7,9 +7,6 @@
 // The included sources name these from the crate's root.
 use ftcore::{Error, ErrorKind, Result};
 
-#[allow(dead_code, unused_imports, reason = "included for the frames that name it")]
-#[path = "../../crates/isolate/src/clock.rs"]
-mod clock;
 pub mod gloo;
 pub mod isolate;
 pub mod nccl;

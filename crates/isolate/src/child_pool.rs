@@ -9,7 +9,8 @@ use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Cancel, Capabilities, Error, ErrorKind, Result, time_left};
+use ftcore::engine::spawn as start_thread;
+use ftcore::{Cancel, Capabilities, Error, ErrorKind, Result, deadline_in, time_left};
 
 use crate::crossing::Mode;
 use crate::keeper::Keeper;
@@ -17,8 +18,8 @@ use crate::link::Link;
 use crate::options::{ENV_CHILD, IsolateOptions};
 use crate::pool::Pool;
 use crate::store::serve::Stores;
-use crate::wire::frames::{Carry, Order};
-use crate::{channel, clock, raw};
+use crate::wire::frames::{Carry, Greeting, Order};
+use crate::{channel, raw};
 
 struct Job {
     command: Command,
@@ -36,15 +37,12 @@ fn spawn(command: Command, deadline: Instant) -> Result<Child> {
             Some(sender) => sender,
             None => {
                 let (sender, jobs) = channel::<Job>();
-                std::thread::Builder::new()
-                    .name("ox-isolate".to_string())
-                    .spawn(move || {
-                        // The sender above is never dropped: this ends with the process.
-                        for mut job in jobs {
-                            drop(job.answer.send(job.command.spawn()));
-                        }
-                    })
-                    .map_err(|e| Error::io("start the thread that starts child processes", e))?;
+                start_thread("ox-isolate", move || {
+                    // The sender above is never dropped: this ends with the process.
+                    for mut job in jobs {
+                        drop(job.answer.send(job.command.spawn()));
+                    }
+                })?;
                 child_pool.insert(sender)
             }
         };
@@ -74,7 +72,7 @@ pub(crate) fn start(
     cancel: &Cancel,
 ) -> Result<Started> {
     let began = Instant::now();
-    let deadline = deadline.min(clock::later(began, options.start_timeout));
+    let deadline = deadline.min(deadline_in(options.start_timeout));
     let program = options.helper.program()?;
     let (socket, childs) = channel::pair()?;
     let (store, childs_store) = channel::pair()?;
@@ -95,6 +93,7 @@ pub(crate) fn start(
     let child = spawn(command, deadline).map_err(|e| named(e, options, &program))?;
     let link = adopt(child, socket, express, store, options, pool)?;
     let hello = Order::Hello {
+        greeting: Greeting,
         backend: options.backend.clone(),
         device: options.device.clone(),
         options: options.options.clone(),
@@ -110,7 +109,7 @@ pub(crate) fn start(
     let until = match &sent {
         Ok(()) => deadline,
         // It ended before it was asked anything: its keeper knows how.
-        Err(_) => deadline.min(clock::later(Instant::now(), LAST_NEWS)),
+        Err(_) => deadline.min(deadline_in(LAST_NEWS)),
     };
     let greeted = match cancel.receive(&ready, until) {
         Ok(Some(result)) => result,
@@ -122,7 +121,7 @@ pub(crate) fn start(
                 began.elapsed().as_secs_f64(),
                 options.backend,
                 program.display(),
-                link.tail_text(),
+                link.tail.text(),
             ))
         })),
     };

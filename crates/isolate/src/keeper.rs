@@ -1,4 +1,4 @@
-//! The thread beside each child: takes its reports and its output, watches deadlines, and sees to its end.
+//! The thread beside each child: takes its reports and its output, and sees to its end.
 //!
 //! It sleeps in `poll` on the socket, the pidfd, both outputs and a waker. It ends when the child is collected, so that no
 //! zombie is left; whatever was pending has failed by then.
@@ -8,18 +8,19 @@ use std::process::{Child, ChildStderr, ChildStdout, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::engine::spawn;
+use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::channel::{Filled, Receiver};
-use crate::link::{LOST, Link};
+use crate::link::Link;
+use crate::litter;
 use crate::output::Output;
-use crate::wire::frames::{Order, Report};
-use crate::{clock, litter};
+use crate::wire::frames::Report;
 
-/// How often an idle keeper looks at deadlines and unused memory.
+/// How often an idle keeper looks at unused memory.
 const IDLE: Duration = Duration::from_millis(500);
 /// A child that closed its socket is about to end; it is helped after this.
 const LAST_BREATH: Duration = Duration::from_millis(200);
@@ -43,8 +44,7 @@ pub(crate) struct Keeper {
     fail_at: Option<Instant>,
     /// It has still to be told of its end.
     untold: bool,
-    killed: Option<Instant>,
-    given_up: bool,
+    is_killed: bool,
 }
 
 impl Keeper {
@@ -68,18 +68,12 @@ impl Keeper {
             kill_at: None,
             fail_at: None,
             untold: false,
-            killed: None,
-            given_up: false,
+            is_killed: false,
             link,
             child,
         };
-        let pid = keeper.link.pid;
-        std::thread::Builder::new()
-            .name(format!("ox-isolate-{pid}"))
-            .spawn(move || keeper.run())
-            .map(drop)
-            // The closure is dropped with the error, and the pipes and the socket with it: the child sees that and exits.
-            .map_err(|e| Error::io("start the thread that watches a child process", e))
+        // The closure is dropped with an error, and the pipes and the socket with it: the child sees that and exits.
+        spawn(&format!("ox-isolate-{}", keeper.link.pid), move || keeper.run())
     }
 
     fn run(mut self) {
@@ -99,14 +93,14 @@ impl Keeper {
 
     /// Until something happens; true if the child has ended.
     fn sleep(&mut self) -> bool {
-        let mut wake_at = clock::later(Instant::now(), IDLE);
-        let due = self.link.check_deadlines();
-        let kill_at = self.kill_at.filter(|_| self.killed.is_none());
-        for at in [due, kill_at, self.fail_at].into_iter().flatten() {
+        let again = self.untold && !self.is_killed && !self.closed;
+        let mut wake_at = deadline_in(if again { AGAIN } else { IDLE });
+        let kill_at = self.kill_at.filter(|_| !self.is_killed);
+        for at in [self.link.look_at_bounds(), kill_at, self.fail_at]
+            .into_iter()
+            .flatten()
+        {
             wake_at = wake_at.min(at);
-        }
-        if self.untold && self.killed.is_none() && !self.closed {
-            wake_at = wake_at.min(clock::later(Instant::now(), AGAIN));
         }
         let mut fds = vec![
             PollFd::new(&self.link.pidfd, PollFlags::IN),
@@ -115,16 +109,8 @@ impl Keeper {
         if !self.closed {
             fds.push(PollFd::from_borrowed_fd(self.receiver.fd(), PollFlags::IN));
         }
-        fds.extend(
-            self.stdout
-                .fd()
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
-        );
-        fds.extend(
-            self.stderr
-                .fd()
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
-        );
+        let outputs = [self.stdout.fd(), self.stderr.fd()].into_iter().flatten();
+        fds.extend(outputs.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         match poll(&mut fds, Timespec::try_from(time_left(wake_at)).ok().as_ref()) {
             Ok(_) => fds.first().is_some_and(|pidfd| !pidfd.revents().is_empty()),
             Err(Errno::INTR) => false,
@@ -162,8 +148,7 @@ impl Keeper {
                 Filled::Closed => {
                     self.closed = true;
                     // Nothing is pending for long: its end brings the true reason.
-                    self.kill_at
-                        .get_or_insert_with(|| clock::later(Instant::now(), LAST_BREATH));
+                    self.kill_at.get_or_insert_with(|| deadline_in(LAST_BREATH));
                 }
                 Filled::Some => {
                     while let Some(body) = self.receiver.next()? {
@@ -181,32 +166,22 @@ impl Keeper {
             let first = self.kill_at.is_none_or(|at| at > ending.kill_at) || self.closed;
             self.untold |= self.kill_at.is_none();
             if self.untold {
-                let told = |leave_order: &Arc<Order>| self.link.send_leave(leave_order, ending.kill_at);
-                self.untold = !ending.leave_order.as_ref().is_none_or(told);
+                let order = ending.order.as_ref();
+                self.untold = !order.is_none_or(|order| self.link.send_last(order, ending.kill_at));
             }
             if first {
                 self.kill_at = Some(ending.kill_at);
             }
             if ending.fail_at.min(ending.kill_at) <= Instant::now() {
                 self.fail_at = None;
-                self.link.fail_all(&ending.error);
+                self.link.let_go(&ending.error);
             } else {
                 self.fail_at = Some(ending.fail_at);
             }
         }
-        let Some(kill_at) = self.kill_at else { return };
-        let now = Instant::now();
-        if self.killed.is_none() && kill_at <= now {
-            self.killed = Some(now);
+        if !self.is_killed && self.kill_at.is_some_and(|at| time_left(at).is_zero()) {
+            self.is_killed = true;
             self.kill();
-        }
-        if let Some(killed) = self.killed
-            && !self.given_up
-            && now.duration_since(killed) > LOST
-        {
-            self.given_up = true;
-            tracing::warn!(pid = %self.link.pid, "a killed child process does not end");
-            self.link.give_up();
         }
     }
 
@@ -221,7 +196,7 @@ impl Keeper {
     /// The child has ended: its failure notice, then everything that is pending fails.
     fn collect(mut self) {
         drop(self.reports());
-        let by_us = self.killed.is_some();
+        let by_us = self.is_killed;
         self.kill();
         litter::sweep(self.link.pid);
         let status = self.child.wait();
@@ -252,7 +227,7 @@ impl Keeper {
             "the child process (pid {}) that runs '{}' {how}{}",
             self.link.pid,
             self.link.backend,
-            self.link.tail_text()
+            self.link.tail.text()
         );
         let error = Error::new(ErrorKind::Unavailable, text);
         match code {

@@ -1,9 +1,9 @@
 //! Any registered backend in a child process behind the process group trait: abort is SIGKILL, the parent lives.
 //!
 //! For libraries that cannot cancel an operation in process, that crash, or of which one process can hold only one rank.
-//! [`IsolatedGroup`] is the group (`group`); it starts a child (`child_pool`, `spare`), whose parent side is a `link` (what is
-//! pending) and a `keeper` (the thread that hears the child). Ranks of a backend that cannot abort hear of each other's
-//! failures through `peers`. Orders and reports go over a socket (`channel`, `wire`),
+//! [`IsolatedGroup`] is the group (`group`); it starts a child (`child_pool`, `spare`), whose parent side is a `link` (its groups, orders, end) and
+//! a `keeper` (the thread that hears it). Each configuration is an engine of `ftcore`, whose `driver` has the operations that are in the child.
+//! Ranks of a backend that cannot abort hear of each other's failures through `notices`. Orders and reports go over a socket (`channel`, `wire`),
 //! tensors through shared memory (`shm`, `pool`, `staging`) or memory of a device (`crossing`), the rendezvous store over a second socket (`store`). The child's side is
 //! `child`: the same executable started again, which must call [`run_child_if_asked`] first thing in `main`:
 //!
@@ -25,18 +25,16 @@
 mod channel;
 mod child;
 mod child_pool;
-mod clock;
 mod crossing;
+mod driver;
 mod factory;
-mod front;
 mod group;
 mod keeper;
 mod link;
 mod litter;
+mod notices;
 mod options;
 mod output;
-mod peers;
-mod pending;
 mod pool;
 mod raw;
 mod shm;

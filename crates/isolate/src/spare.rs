@@ -3,6 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::engine::spawn;
 use ftcore::{Cancel, Error, ErrorKind, deadline_in, time_left};
 
 use crate::child_pool;
@@ -39,23 +40,17 @@ impl Spare {
             }
         }
         let (this, options, pool) = (self.clone(), options.clone(), pool.clone());
-        let started = std::thread::Builder::new()
-            .name("ox-ispare".to_string())
-            .spawn(move || {
-                let link = match child_pool::start(
-                    &options,
-                    &pool,
-                    deadline_in(options.start_timeout),
-                    &Cancel::default(),
-                ) {
-                    Ok(started) => Some(started.link),
-                    Err(error) => {
-                        tracing::warn!(backend = options.backend, %error, "no spare child could be started");
-                        None
-                    }
-                };
-                this.arrived(link);
-            });
+        let started = spawn("ox-ispare", move || {
+            let until = deadline_in(options.start_timeout);
+            let link = match child_pool::start(&options, &pool, until, &Cancel::default()) {
+                Ok(started) => Some(started.link),
+                Err(error) => {
+                    tracing::warn!(backend = options.backend, %error, "no spare child could be started");
+                    None
+                }
+            };
+            this.arrived(link);
+        });
         if let Err(error) = started {
             tracing::warn!(%error, "no thread for starting a spare child");
             self.arrived(None);

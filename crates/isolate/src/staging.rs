@@ -3,50 +3,39 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Collective, Error, Event, Result, Stream, Tensor, deadline_in};
+use ftcore::{Collective, Error, Event, Result, Stream, Tensor, deadline_in, later};
 
 use crate::crossing::{Mode, Shared, order_after};
-use crate::pending::Slot;
 use crate::pool::{Pool, Region, Segment};
-use crate::wire::op::{Place, flows};
+use crate::wire::op::Place;
 
 /// After an error in the middle: how long copies that were enqueued may take, until the memory counts as in use.
 const DRAIN: Duration = Duration::from_secs(1);
+/// What the copy of an operation's inputs takes at most, unless work of the caller's stream stands before it.
+const COPY: Duration = Duration::from_millis(200);
 
 /// Where the tensors of an operation lie, how they got there, and in which segments.
 pub(crate) struct Staged {
     pub(crate) places: Vec<Place>,
-    pub(crate) stagings: Vec<Staging>,
+    stagings: Vec<Staging>,
+    /// Those that the child must know.
     pub(crate) segments: Vec<Arc<Segment>>,
-    pub(crate) copied: Option<Copied>,
+    copied: Option<Copied>,
+    begun: Instant,
 }
 
-/// With device memory: how it crosses, the event that is reached when the inputs are copied, and its handle for the child.
-pub(crate) type Copied = (Arc<Shared>, Arc<dyn Event>, Vec<u8>);
+/// With device memory: how it crosses, the event that is reached when the inputs are copied, kept until the child has waited for it, and its
+/// handle for the child.
+type Copied = (Arc<Shared>, Arc<dyn Event>, Vec<u8>);
 
 /// How one tensor gets to the child.
-pub(crate) enum Staging {
+enum Staging {
+    /// It has no elements.
     Nothing,
+    /// It lies in shared memory already.
     Direct,
+    /// The child works on a copy, which is copied back if this is true.
     Copy(Region, bool),
-}
-
-impl Staging {
-    pub(crate) fn slot(self, tensor: Tensor) -> Slot {
-        match self {
-            Self::Direct => Slot::Direct(tensor),
-            Self::Nothing => Slot::Staged {
-                tensor,
-                region: None,
-                written: false,
-            },
-            Self::Copy(region, written) => Slot::Staged {
-                tensor,
-                region: Some(region),
-                written,
-            },
-        }
-    }
 }
 
 /// Why it did not work, and whether a copy may still be reading the tensors.
@@ -77,6 +66,7 @@ pub(crate) fn stage(
         stagings: Vec::new(),
         segments: Vec::new(),
         copied: None,
+        begun: Instant::now(),
     };
     let Mode::Shared(shared) = pool.mode() else {
         if let Some(stream) = stream {
@@ -123,16 +113,43 @@ pub(crate) fn stage(
 }
 
 impl Staged {
-    /// For an operation that does not go to the child after all: true if nothing touches its tensors any more. What lies in
-    /// regions that a copy may still touch is given up.
-    pub(crate) fn settle(self, deadline: Instant) -> bool {
+    /// The handle of the event that is reached when the inputs are there.
+    pub(crate) fn arrival(&self) -> Option<Vec<u8>> {
+        self.copied.as_ref().map(|(_, _, handle)| handle.clone())
+    }
+
+    /// True if the child works on memory that the caller would get back.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.stagings.iter().any(|s| matches!(s, Staging::Direct))
+    }
+
+    pub(crate) fn is_on_device(&self) -> bool {
+        self.copied.is_some()
+    }
+
+    /// False if a copy of the inputs may still be waiting for the caller's stream: then the caller's memory and the regions are
+    /// in use, whatever becomes of the child. A failure may be faster than a copy that was just begun, so that one gets a moment: from the
+    /// submission on, so that however many fail together wait no longer than one of them.
+    pub(crate) fn is_copied(&self) -> bool {
         let event = self.copied.as_ref().map(|(_, event, _)| event);
-        let until = deadline.min(deadline_in(DRAIN));
-        if event.is_none_or(|e| e.synchronize(until).is_ok()) {
-            return true;
+        event.is_none_or(|event| event.synchronize(later(self.begun, COPY)).is_ok())
+    }
+
+    /// Copies the results into `tensors`, those that it was made of. With device memory an error leaves it open whether copies are still under
+    /// way.
+    pub(crate) fn bring_back(&self, tensors: &mut [Tensor]) -> Result<()> {
+        let results = tensors.iter_mut().zip(&self.stagings);
+        let mut results = results.filter_map(|(tensor, staging)| match staging {
+            Staging::Copy(region, true) => Some((region, tensor)),
+            _ => None,
+        });
+        match &self.copied {
+            Some((shared, ..)) => shared.bring_back(&mut results.collect::<Vec<_>>()),
+            None => results.try_for_each(|(region, tensor)| {
+                let mapping = region.segment.mapping()?;
+                mapping.copy_out(region.offset, tensor.bytes_mut())
+            }),
         }
-        std::mem::forget(self);
-        false
     }
 
     fn fill(
@@ -142,7 +159,7 @@ impl Staged {
         rank: u32,
         copy: impl Fn(&Region, &Tensor) -> Result<()>,
     ) -> Result<()> {
-        for (tensor, flow) in op.tensors().into_iter().zip(flows(op, rank)) {
+        for (tensor, role) in op.tensors().into_iter().zip(op.roles(rank)) {
             let mut place = Place {
                 segment: 0,
                 offset: 0,
@@ -160,8 +177,12 @@ impl Staged {
                     None => {
                         let region = pool.take(bytes)?;
                         let at = (region.segment.clone(), region.offset);
-                        let copied = if flow.read { copy(&region, tensor) } else { Ok(()) };
-                        staging = Staging::Copy(region, flow.written);
+                        let copied = if role.is_read() {
+                            copy(&region, tensor)
+                        } else {
+                            Ok(())
+                        };
+                        staging = Staging::Copy(region, role.is_written());
                         if let Err(error) = copied {
                             // Kept with the others: a copy may be under way.
                             self.stagings.push(staging);

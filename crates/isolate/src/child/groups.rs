@@ -2,18 +2,18 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::engine::spawn;
 use ftcore::{
-    Checked, Configuration, Crossing, DType, Device, Epoch, Error, ErrorKind, ProcessGroup, Result, Status,
-    Store, Stream, SubmitOptions, Tensor,
+    Checked, Completion, Configuration, Crossing, DType, Device, Epoch, Error, ErrorKind, ProcessGroup,
+    Result, Status, Store, Stream, SubmitOptions, Tensor, deadline_in,
 };
 
 use crate::channel::send;
 use crate::child::reading::Seat;
-use crate::clock;
 use crate::crossing::Arrival;
 use crate::shm::{Mapping, foreign};
 use crate::store::proxy::{Line, ProxyStore};
@@ -44,24 +44,21 @@ impl Reporter {
 
     /// The end of an operation, on the socket on which it is waited for.
     fn done(&self, done: Done, express: bool) {
+        let report = Report::Done { done };
         if !express {
-            return self.send(&Report::Done(done));
+            return self.send(&report);
         }
-        let sent = Report::Done(done).encode().and_then(|frame| {
-            let socket = self.express.lock().unwrap_or_else(PoisonError::into_inner);
-            send(&socket, &frame, &[], clock::later(Instant::now(), PATIENCE))
-        });
-        if let Err(error) = sent {
+        let express = self.express.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = tell(&express, &report) {
             eprintln!("isolated child: the parent cannot be told: {error}");
         }
     }
 
     /// Sends a report. A parent that cannot be told is gone; then this process ends.
     pub(crate) fn send(&self, report: &Report) {
-        let sent = report.encode().and_then(|frame| {
-            let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-            send(&self.socket, &frame, &[], clock::later(Instant::now(), PATIENCE))
-        });
+        let sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = tell(&self.socket, report);
+        drop(sending);
         if let Err(error) = sent {
             eprintln!("isolated child: the parent cannot be told: {error}");
             // The reading thread sees the same and ends the process.
@@ -70,64 +67,56 @@ impl Reporter {
     }
 }
 
+fn tell(socket: &OwnedFd, report: &Report) -> Result<()> {
+    send(socket, &report.encode()?, &[], deadline_in(PATIENCE))
+}
+
+/// No epoch that a group has.
+const NEVER: u64 = u64::MAX;
+
 /// One group.
 pub(crate) struct Member {
     group: Arc<dyn ProcessGroup>,
-    /// Operations that have not ended.
-    pending: AtomicUsize,
-    /// What the watch may say of it: nothing while it is configured, and each failure once.
-    said: Mutex<Said>,
-}
-
-#[derive(Default)]
-struct Said {
-    /// How often it was configured: what it failed with before is nothing to say after that.
-    configurations: u64,
-    configuring: bool,
-    poisoned: bool,
-}
-
-impl Said {
-    /// The configuration of which a failure is yet to be told.
-    fn open(&self) -> Option<u64> {
-        (!self.configuring && !self.poisoned).then_some(self.configurations)
-    }
+    /// The last epoch of which a failure was reported.
+    reported: AtomicU64,
 }
 
 impl Member {
     fn new(group: Arc<dyn ProcessGroup>) -> Arc<Self> {
         Arc::new(Self {
             group,
-            pending: AtomicUsize::new(0),
-            said: Mutex::default(),
+            reported: AtomicU64::new(NEVER),
         })
-    }
-
-    fn said(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// An operation that may begin.
 pub(crate) struct Ready {
+    on: Running,
+    checked: Checked,
+    options: SubmitOptions,
+}
+
+/// What is reported of an operation, and where.
+struct Running {
     id: u64,
     group: u32,
     express: bool,
     member: Arc<Member>,
-    checked: Checked,
-    options: SubmitOptions,
+    /// Of its tensors.
     addresses: Vec<usize>,
 }
 
 impl Ready {
     /// True if it is to be run on the thread that read it: the parent waits for it, and the backend needs no other thread.
     pub(crate) fn is_express(&self) -> bool {
-        self.express && self.member.group.capabilities().has(ftcore::Feature::Borrow)
+        self.on.express && self.on.member.group.capabilities().has(ftcore::Feature::Borrow)
+    }
+
+    fn begin(self) -> (Running, Checked, SubmitOptions) {
+        (self.on, self.checked, self.options)
     }
 }
-
-/// (sender of a receive and contributors of a reduction; whether the memory is free again).
-type Ended = (Result<(Option<u32>, u32)>, bool);
 
 /// A segment of the parent's.
 enum Held {
@@ -162,18 +151,15 @@ impl Groups {
             seat: Mutex::default(),
         });
         let weak = Arc::downgrade(&groups);
-        std::thread::Builder::new()
-            .name("ox-iwatch".to_string())
-            .spawn(move || {
-                while let Some(groups) = weak.upgrade() {
-                    groups.look();
-                    crate::child::reading::take_over(&groups);
-                    drop(groups);
-                    // A group's failure is not signalled; this is the one poll of this crate.
-                    std::thread::sleep(WATCH);
-                }
-            })
-            .map_err(|e| Error::io("start the thread that watches for failures", e))?;
+        spawn("ox-iwatch", move || {
+            while let Some(groups) = weak.upgrade() {
+                groups.look();
+                crate::child::reading::take_over(&groups);
+                drop(groups);
+                // A group's failure is not signalled; this is the one poll of this crate.
+                std::thread::sleep(WATCH);
+            }
+        })?;
         Ok(groups)
     }
 
@@ -185,23 +171,19 @@ impl Groups {
         self.members().get(&group).cloned()
     }
 
-    /// Reports failures that are news.
+    /// Reports failures, each once.
     fn look(&self) {
         let all: Vec<(u32, Arc<Member>)> = self.members().iter().map(|(n, m)| (*n, m.clone())).collect();
-        for (number, member) in all {
-            let open = member.said().open();
-            if open.is_none() || member.group.info().world_size == 0 {
+        for (group, member) in all {
+            // Asked first: what is found then is not the failure of a later configuration.
+            let info = member.group.info();
+            let epoch = info.epoch.0;
+            if info.world_size == 0 || member.reported.load(Ordering::Relaxed) == epoch {
                 continue;
             }
-            // Not under the lock: a group that finds out here that it has failed may tell the ends of its operations on this thread, and
-            // `ended` takes it.
-            let Some(error) = member.group.error() else {
-                continue;
-            };
-            let mut said = member.said();
-            if said.open() == open {
-                said.poisoned = true;
-                self.reporter.send(&Report::Poison { group: number, error });
+            if let Some(error) = member.group.error() {
+                member.reported.store(epoch, Ordering::Relaxed);
+                self.reporter.send(&Report::Failed { group, epoch, error });
             }
         }
     }
@@ -277,13 +259,15 @@ impl Groups {
         let info = member.group.info();
         match Checked::new(collective, &info, member.group.capabilities(), &options) {
             Ok(checked) => Ok(Some(Ready {
-                id,
-                group,
-                express,
-                member,
+                on: Running {
+                    id,
+                    group,
+                    express,
+                    member,
+                    addresses,
+                },
                 checked,
                 options,
-                addresses,
             })),
             Err(rejected) => {
                 self.refused(id, group, express, rejected.error);
@@ -311,63 +295,27 @@ impl Groups {
 
     /// Submits an operation; its end is reported from wherever the backend ends it.
     pub(crate) fn submit(self: &Arc<Self>, ready: Ready) {
-        let Ready {
-            id,
-            group,
-            express,
-            member,
-            checked,
-            options,
-            addresses,
-        } = ready;
-        member.pending.fetch_add(1, Ordering::SeqCst);
-        match member.group.submit(checked, options) {
-            Err(rejected) => {
-                member.pending.fetch_sub(1, Ordering::SeqCst);
-                self.refused(id, group, express, rejected.error);
-            }
-            Ok(work) => {
-                let (this, done) = (self.clone(), work.clone());
-                work.on_complete(move |status| {
-                    let ended = match status {
-                        Status::Failed(error) => {
-                            (Err(error.clone()), done.recover().len() == addresses.len())
-                        }
-                        _ => ended_well(done.take(), &addresses),
-                    };
-                    member.pending.fetch_sub(1, Ordering::SeqCst);
-                    this.ended(id, group, express, &member, ended);
-                });
-            }
-        }
+        let (on, checked, options) = ready.begin();
+        let work = match on.member.group.submit(checked, options) {
+            Ok(work) => work,
+            Err(rejected) => return self.refused(on.id, on.group, on.express, rejected.error),
+        };
+        let (this, done) = (self.clone(), work.clone());
+        work.on_complete(move |status| match status {
+            Status::Failed(error) => this.failed(&on, error.clone(), done.recover().len()),
+            _ => this.ended(&on, done.take()),
+        });
     }
 
     /// Runs an operation on this thread, for backends that do so without a hand-over to one of their own.
     pub(crate) fn execute(&self, ready: Ready) {
-        let Ready {
-            id,
-            group,
-            express,
-            member,
-            checked,
-            options,
-            addresses,
-        } = ready;
-        member.pending.fetch_add(1, Ordering::SeqCst);
-        let executed = member.group.execute(checked, options);
-        member.pending.fetch_sub(1, Ordering::SeqCst);
-        match executed {
-            Ok(completion) => {
-                let ended = ended_well(Ok(completion), &addresses);
-                self.ended(id, group, express, &member, ended);
+        let (on, checked, options) = ready.begin();
+        match on.member.group.execute(checked, options) {
+            Ok(completion) => self.ended(&on, Ok(completion)),
+            Err(failed) if is_refusal(&failed.error, &*on.member.group) => {
+                self.refused(on.id, on.group, on.express, failed.error);
             }
-            Err(failed) if is_refusal(&failed.error, &*member.group) => {
-                self.refused(id, group, express, failed.error);
-            }
-            Err(failed) => {
-                let released = failed.tensors.len() == addresses.len();
-                self.ended(id, group, express, &member, (Err(failed.error), released));
-            }
+            Err(failed) => self.failed(&on, failed.error, failed.tensors.len()),
         }
     }
 
@@ -375,42 +323,46 @@ impl Groups {
     fn refused(&self, id: u64, group: u32, express: bool, error: Error) {
         // A group that failed before says so with every refusal. The parent did not know yet, so for its caller the operation
         // was under way when the group failed: it fails with the first cause, as all others do.
-        let poison = self.member(group).and_then(|m| m.group.error());
-        let error = match &poison {
-            Some(first) if error.kind() == ErrorKind::Poisoned => first.clone(),
-            _ => error,
-        };
+        let first = self.member(group).and_then(|m| m.group.error());
         let done = Done {
             id,
             group,
             released: true,
-            result: Err(error),
-            poison,
+            fatal: first.is_some(),
+            result: Err(match first {
+                Some(first) if error.kind() == ErrorKind::Poisoned => first,
+                _ => error,
+            }),
             sent: 0,
             received: 0,
         };
         self.reporter.done(done, express);
     }
 
-    fn ended(&self, id: u64, group: u32, express: bool, member: &Member, (result, released): Ended) {
-        // The first failure of the group, which an operation that it failed may know before the group says it.
-        let poison = result.as_ref().err().map(|e| {
-            let first = member.group.error().unwrap_or_else(|| e.clone());
-            let mut said = member.said();
-            said.poisoned = !said.configuring;
-            first
-        });
-        let traffic = member.group.traffic();
+    /// It has failed, and gave back so many tensors.
+    fn failed(&self, on: &Running, error: Error, tensors: usize) {
+        self.report(on, Err(error), tensors == on.addresses.len());
+    }
+
+    fn ended(&self, on: &Running, completion: Result<Completion>) {
+        let result = completion.and_then(|c| in_place(c, &on.addresses));
+        let is_free = result.is_ok();
+        self.report(on, result, is_free);
+    }
+
+    fn report(&self, on: &Running, result: Result<(Option<u32>, u32)>, released: bool) {
+        let traffic = on.member.group.traffic();
         let done = Done {
-            id,
-            group,
+            id: on.id,
+            group: on.group,
             released,
+            // Libraries that do not say that a group has failed go on with none of what comes after.
+            fatal: result.is_err(),
             result,
-            poison,
             sent: traffic.sent,
             received: traffic.received,
         };
-        self.reporter.done(done, express);
+        self.reporter.done(done, on.express);
     }
 
     // ---- calls
@@ -441,15 +393,8 @@ impl Groups {
                     cancel: Default::default(),
                 };
                 self.aside(call, group, move |_, member| {
-                    member.said().configuring = true;
-                    let result = member.group.configure(configuration);
-                    let mut said = member.said();
-                    *said = Said {
-                        configurations: said.configurations + 1,
-                        ..Said::default()
-                    };
-                    drop(said);
-                    result.map(|()| Settled::of(&member.group.info(), member.group.traffic()))
+                    member.group.configure(configuration)?;
+                    Ok(Some(Settled::of(&member.group.info(), member.group.traffic())))
                 })
             }
             Order::Split {
@@ -461,19 +406,18 @@ impl Groups {
                 deadline,
             } => self.aside(call, group, move |groups, member| {
                 let Some(part) = member.group.split(color, key, deadline)? else {
-                    return Ok(Settled::default());
+                    return Ok(None);
                 };
                 let settled = Settled::of(&part.info(), part.traffic());
                 groups.members().insert(new, Member::new(part.into()));
-                Ok(settled)
+                Ok(Some(settled))
             }),
             Order::Shutdown {
                 call,
                 group,
                 deadline,
             } => self.aside(call, group, move |_, member| {
-                let result = member.group.shutdown(deadline);
-                result.map(|()| Settled::of(&member.group.info(), member.group.traffic()))
+                member.group.shutdown(deadline).map(|()| None)
             }),
             Order::Abort { group, reason } => {
                 if let Some(member) = self.member(group) {
@@ -482,11 +426,9 @@ impl Groups {
                 Ok(())
             }
             Order::Release { group } => {
+                // Nothing of it is in flight: an abort comes before, if something was.
                 let gone = self.members().remove(&group);
-                // What is pending would keep it.
-                if let Some(member) = gone.filter(|m| m.pending.load(Ordering::SeqCst) > 0) {
-                    member.group.abort("the group was dropped while work was pending");
-                }
+                drop(gone);
                 Ok(())
             }
             Order::Forget { id } => {
@@ -498,7 +440,8 @@ impl Groups {
             | Order::Segment { .. }
             | Order::DeviceSegment { .. }
             | Order::Leave
-            | Order::Quit => Err(odd("an order where it cannot be")),
+            | Order::Quit
+            | Order::End { .. } => Err(odd("an order where it cannot be")),
         }
     }
 
@@ -507,7 +450,7 @@ impl Groups {
         self: &Arc<Self>,
         call: u32,
         group: u32,
-        run: impl FnOnce(&Self, &Member) -> Result<Settled> + Send + 'static,
+        run: impl FnOnce(&Self, &Member) -> Result<Option<Settled>> + Send + 'static,
     ) -> Result<()> {
         let this = self.clone();
         let answer = move || {
@@ -517,11 +460,7 @@ impl Groups {
             };
             this.reporter.send(&Report::Answer { call, result });
         };
-        std::thread::Builder::new()
-            .name("ox-icall".to_string())
-            .spawn(answer)
-            .map(drop)
-            .map_err(|e| Error::io("start a thread for a call", e))
+        spawn("ox-icall", answer)
     }
 
     // ---- the end
@@ -565,15 +504,8 @@ fn is_refusal(error: &Error, group: &dyn ProcessGroup) -> bool {
     }
 }
 
-fn ended_well(completion: Result<ftcore::Completion>, addresses: &[usize]) -> Ended {
-    match completion.and_then(|c| in_place(c, addresses)) {
-        Ok(result) => (Ok(result), true),
-        Err(error) => (Err(error), false),
-    }
-}
-
 /// The results lie where the parent looks for them, or else the operation has failed.
-fn in_place(completion: ftcore::Completion, addresses: &[usize]) -> Result<(Option<u32>, u32)> {
+fn in_place(completion: Completion, addresses: &[usize]) -> Result<(Option<u32>, u32)> {
     let same = completion.tensors.len() == addresses.len()
         && completion
             .tensors

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
+use ftcore::engine::spawn;
 use ftcore::{
-    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Configuration, DType, Device,
-    Error, Feature, GroupInfo, OpKind, ProcessGroup, Rejected, Result, Role, Stream, SubmitOptions, Tensor,
-    Traffic, Work, accelerator, deadline_in, names, work_pair,
+    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Configuration, Device, Error,
+    Feature, GroupInfo, ProcessGroup, Rejected, Result, Stream, SubmitOptions, Traffic, Work, accelerator,
+    deadline_in, names, work_pair,
 };
 
 /// See the module.
@@ -41,10 +42,7 @@ impl Landed {
         };
         let (ended, incoming) = channel();
         let copier = accelerator.clone();
-        std::thread::Builder::new()
-            .name("ox-iland".to_string())
-            .spawn(move || bring_back(&incoming, &*copier, &*back))
-            .map_err(|e| Error::io("start the thread that copies results", e))?;
+        spawn("ox-iland", move || bring_back(&incoming, &*copier, &*back))?;
         Ok(Self {
             inner,
             capabilities,
@@ -85,18 +83,11 @@ fn bring_back(incoming: &Receiver<Ended>, accelerator: &dyn Accelerator, stream:
             rank,
             completer,
         } = ended;
-        let mut roles = Vec::new();
-        // Only asks for the roles: nothing is made.
-        let _ = host.with_tensors(rank, &mut |_, role: Role| {
-            roles.push(role);
-            Ok(Tensor::zeros(DType::U8, 0))
-        });
-        let broadcast = host.kind() == OpKind::Broadcast;
+        let roles = host.roles(rank);
         let mut tensors = host.into_tensors();
         let read = work.take().and_then(|completion| {
             for ((to, from), role) in tensors.iter_mut().zip(&completion.tensors).zip(roles) {
-                // The root's own bools come back as 0 or 1 too (L16).
-                if role.is_written() || broadcast && to.dtype() == DType::Bool {
+                if role.is_written() {
                     accelerator.copy_out(from, to.bytes_mut(), stream)?;
                 }
             }

@@ -97,7 +97,7 @@ fn serve() -> Result<()> {
             group
         }
         Err(error) => {
-            reporter.send(&Report::Refused(error));
+            reporter.send(&Report::Refused { error });
             return Ok(());
         }
     };
@@ -120,6 +120,7 @@ fn hello(receiver: &mut Receiver) -> Result<Hello> {
                 device,
                 options,
                 carry,
+                ..
             }) = Order::decode(body)?
             else {
                 return Err(odd("no greeting in the first frame"));

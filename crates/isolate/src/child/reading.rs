@@ -4,6 +4,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::engine::spawn;
 use ftcore::{Result, deadline_in};
 
 use super::groups::Groups;
@@ -68,7 +69,7 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                     groups.keep();
                     return Ok(true);
                 }
-                Either::Order(Order::Abort { group: 0, reason }) => {
+                Either::Order(Order::End { reason }) => {
                     groups.abort_all(&reason, deadline_in(LEAVE_TIME));
                     return Ok(true);
                 }
@@ -95,19 +96,17 @@ pub(crate) fn take_over(groups: &Arc<Groups>) {
     };
     drop(seat);
     let groups = groups.clone();
-    let started = std::thread::Builder::new()
-        .name("ox-iread".to_string())
-        .spawn(move || {
-            let code = match read(receiver, &groups) {
-                Ok(false) => return,
-                Ok(true) => 0,
-                Err(error) => {
-                    eprintln!("isolated child: {error}");
-                    1
-                }
-            };
-            std::process::exit(code);
-        });
+    let started = spawn("ox-iread", move || {
+        let code = match read(receiver, &groups) {
+            Ok(false) => return,
+            Ok(true) => 0,
+            Err(error) => {
+                eprintln!("isolated child: {error}");
+                1
+            }
+        };
+        std::process::exit(code);
+    });
     if let Err(error) = started {
         // Without a reader this process is of no use; its parent sees it end.
         eprintln!("isolated child: no thread to read orders: {error}");

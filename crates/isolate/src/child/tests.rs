@@ -1,6 +1,7 @@
 //! The groups of a child, in this process, with the test at the parent's end of the sockets.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use rustix::event::PollFlags;
 use super::groups::{Groups, Reporter};
 use crate::channel::{Filled, Receiver, pair, wait_for};
 use crate::store::proxy::Line;
-use crate::wire::frames::{Either, Order, Report, submit};
+use crate::wire::frames::{Either, Order, Report, address, submit};
 use crate::wire::op::put;
 
 fn soon() -> Instant {
@@ -24,6 +25,7 @@ fn soon() -> Instant {
 /// Finds out that it has failed when it is asked, and tells of its operations' ends there and then, as a plugin's group may.
 struct Asked {
     capabilities: Capabilities,
+    epoch: AtomicU64,
     pending: Mutex<Vec<Completer>>,
 }
 
@@ -34,7 +36,7 @@ impl ProcessGroup for Asked {
             name: "asked".into(),
             rank: 0,
             world_size: 2,
-            epoch: Epoch(1),
+            epoch: Epoch(self.epoch.load(Ordering::SeqCst)),
             device: Device::CPU,
             dropped_options: Vec::new(),
         }
@@ -42,7 +44,8 @@ impl ProcessGroup for Asked {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
-    fn configure(&self, _: Configuration) -> Result<()> {
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        self.epoch.store(configuration.epoch.0, Ordering::SeqCst);
         Ok(())
     }
     fn submit(&self, op: Checked, _: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -73,11 +76,14 @@ impl ProcessGroup for Asked {
     }
 }
 
-/// The next report; fails if there is none within 20 s.
+/// The next report but that of the group's failure, which may come before or after those of its operations; fails if there is none within 20 s.
 fn report(receiver: &mut Receiver) -> Report {
     loop {
         if let Some(body) = receiver.next().unwrap() {
-            return Report::decode(body).unwrap();
+            match Report::decode(body).unwrap() {
+                Report::Failed { .. } => continue,
+                report => return report,
+            }
         }
         assert!(
             wait_for(receiver.fd(), PollFlags::IN, soon()).unwrap(),
@@ -88,9 +94,11 @@ fn report(receiver: &mut Receiver) -> Report {
 }
 
 fn barrier(id: u64) -> Vec<u8> {
-    let mut frame = submit(0, true, false, soon(), None);
+    let mut frame = submit(0, true, soon(), None);
     put(&mut frame, &Collective::Barrier, &mut std::iter::empty()).unwrap();
-    frame.numbered(id).finish().unwrap()
+    let mut frame = frame.finish().unwrap();
+    address(&mut frame, id, false);
+    frame
 }
 
 #[test]
@@ -109,6 +117,7 @@ fn a_group_that_tells_of_an_operation_while_it_is_asked_for_its_failure_holds_up
             devices: vec!["cpu".into()],
             notes: Vec::new(),
         },
+        epoch: AtomicU64::new(1),
         pending: Mutex::default(),
     };
     let line = Line::open(childs_stores).unwrap();
@@ -123,7 +132,7 @@ fn a_group_that_tells_of_an_operation_while_it_is_asked_for_its_failure_holds_up
         };
         let ready = groups.check(submission).unwrap().unwrap();
         groups.submit(ready);
-        let Report::Done(done) = report(&mut receiver) else {
+        let Report::Done { done } = report(&mut receiver) else {
             panic!("not the end of the operation");
         };
         let error = done.result.unwrap_err();

@@ -2,22 +2,23 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, Store, time_left};
+use ftcore::engine::spawn;
+use ftcore::{Error, ErrorKind, Result, Store, later, time_left};
 
-use super::{Request, Value, decode_answer, encode};
+use super::{Answer, Call, Request, decode, encode};
 use crate::channel::{Filled, Receiver, send};
-use crate::clock;
+use crate::wire::odd;
 
 /// The parent answers at the call's deadline at the latest; after this much more it is not going to.
 const MARGIN: Duration = Duration::from_secs(2);
 
 #[derive(Default)]
 struct Calls {
-    waiting: HashMap<u64, SyncSender<Result<Value>>>,
+    waiting: HashMap<u64, SyncSender<Result<Answer>>>,
     next: u64,
     closed: bool,
 }
@@ -39,25 +40,22 @@ impl Line {
             calls: Mutex::default(),
         });
         let this = line.clone();
-        std::thread::Builder::new()
-            .name("ox-istore".to_string())
-            .spawn(move || {
-                if let Err(error) = this.run(Receiver::new(socket, false)) {
-                    tracing::warn!(%error, "the parent's answers cannot be read");
-                }
-                let mut calls = this.calls.lock().unwrap_or_else(PoisonError::into_inner);
-                calls.closed = true;
-                // A caller that waits learns it by the closed channel.
-                calls.waiting.clear();
-            })
-            .map_err(|e| Error::io("start the thread for store calls", e))?;
+        spawn("ox-istore", move || {
+            if let Err(error) = this.run(Receiver::new(socket, false)) {
+                tracing::warn!(%error, "the parent's answers cannot be read");
+            }
+            let mut calls = this.calls.lock().unwrap_or_else(PoisonError::into_inner);
+            calls.closed = true;
+            // A caller that waits learns it by the closed channel.
+            calls.waiting.clear();
+        })?;
         Ok(line)
     }
 
     fn run(&self, mut receiver: Receiver) -> Result<()> {
         loop {
             while let Some(body) = receiver.next()? {
-                let (number, answer) = decode_answer(body)?;
+                let (number, answer): (u64, Result<Answer>) = decode(body)?;
                 let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(caller) = calls.waiting.remove(&number) {
                     drop(caller.send(answer));
@@ -69,7 +67,7 @@ impl Line {
         }
     }
 
-    fn call(&self, store: u32, request: &Request, deadline: Instant) -> Result<Value> {
+    fn call(&self, mut request: Request) -> Result<Answer> {
         let gone = || {
             Error::new(
                 ErrorKind::Unavailable,
@@ -77,30 +75,29 @@ impl Line {
             )
         };
         let (answer, answered) = sync_channel(1);
-        let number = {
+        {
             let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
             if calls.closed {
                 return Err(gone());
             }
-            let number = calls.next;
+            request.number = calls.next;
             calls.next += 1;
-            calls.waiting.insert(number, answer);
-            number
-        };
-        let until = clock::later(deadline, MARGIN);
-        let sent = encode(number, store, deadline, request).and_then(|frame| {
+            calls.waiting.insert(request.number, answer);
+        }
+        let until = later(request.deadline, MARGIN);
+        let sent = encode(&request).and_then(|frame| {
             let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
             send(&self.socket, &frame, &[], until)
         });
         let result = sent.and_then(|()| match answered.recv_timeout(time_left(until)) {
             Ok(answer) => answer,
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(gone()),
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+            Err(RecvTimeoutError::Disconnected) => Err(gone()),
+            Err(RecvTimeoutError::Timeout) => {
                 Err(Error::timeout("the parent process did not answer a store call"))
             }
         });
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        calls.waiting.remove(&number);
+        calls.waiting.remove(&request.number);
         result
     }
 }
@@ -116,8 +113,32 @@ impl ProxyStore {
         Self { line, number }
     }
 
-    fn call(&self, request: &Request, deadline: Instant) -> Result<Value> {
-        self.line.call(self.number, request, deadline)
+    fn request(&self, call: Call, keys: &[&str], values: &[&[u8]], deadline: Instant) -> Request {
+        Request {
+            number: u64::MAX,
+            store: self.number,
+            deadline,
+            call,
+            keys: keys.iter().map(ToString::to_string).collect(),
+            values: values.iter().map(|value| value.to_vec()).collect(),
+            amount: 0,
+        }
+    }
+
+    fn ask(&self, call: Call, keys: &[&str], values: &[&[u8]], deadline: Instant) -> Result<Answer> {
+        self.line.call(self.request(call, keys, values, deadline))
+    }
+
+    /// As [`ask`](Self::ask), for a call with a number.
+    fn count(&self, call: Call, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
+        let request = self.request(call, &[key], &[], deadline);
+        Ok(self.line.call(Request { amount, ..request })?.number)
+    }
+
+    /// As [`ask`](Self::ask), for a call that gives one value.
+    fn value(&self, call: Call, key: &str, values: &[&[u8]], deadline: Instant) -> Result<Vec<u8>> {
+        let value = self.ask(call, &[key], values, deadline)?.values.pop();
+        value.ok_or_else(|| odd("a store answer without its value"))
     }
 }
 
@@ -125,118 +146,70 @@ impl Drop for ProxyStore {
     fn drop(&mut self) {
         // Best effort and without waiting: a parent that does not read keeps an entry in a map.
         let now = Instant::now();
-        if let Ok(frame) = encode(u64::MAX, self.number, now, &Request::Release)
+        if let Ok(frame) = encode(&self.request(Call::Release, &[], &[], now))
             && let Ok(_sending) = self.line.sending.try_lock()
         {
-            drop(send(
-                &self.line.socket,
-                &frame,
-                &[],
-                clock::later(now, Duration::from_millis(1)),
-            ));
+            let until = later(now, Duration::from_millis(1));
+            drop(send(&self.line.socket, &frame, &[], until));
         }
     }
-}
-
-fn other(value: &Value) -> Error {
-    crate::wire::odd(format_args!("another store answer than was asked for: {value:?}"))
-}
-
-fn nothing(value: Value) -> Result<()> {
-    match value {
-        Value::Nothing => Ok(()),
-        v => Err(other(&v)),
-    }
-}
-
-fn bytes(value: Value) -> Result<Vec<u8>> {
-    match value {
-        Value::Bytes(b) => Ok(b),
-        v => Err(other(&v)),
-    }
-}
-
-fn number(value: Value) -> Result<i64> {
-    match value {
-        Value::Number(n) => Ok(n),
-        v => Err(other(&v)),
-    }
-}
-
-fn truth(value: Value) -> Result<bool> {
-    match value {
-        Value::Truth(t) => Ok(t),
-        v => Err(other(&v)),
-    }
-}
-
-fn owned(keys: &[&str]) -> Vec<String> {
-    keys.iter().map(ToString::to_string).collect()
 }
 
 impl Store for ProxyStore {
     fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
-        nothing(self.call(&Request::Set(key.into(), value.into()), deadline)?)
+        self.ask(Call::Set, &[key], &[value], deadline).map(drop)
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        bytes(self.call(&Request::Get(key.into()), deadline)?)
+        self.value(Call::Get, key, &[], deadline)
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
-        number(self.call(&Request::Add(key.into(), amount), deadline)?)
+        self.count(Call::Add, key, amount, deadline)
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
-        bytes(self.call(
-            &Request::CompareSet(key.into(), expected.into(), desired.into()),
-            deadline,
-        )?)
+        self.value(Call::CompareSet, key, &[expected, desired], deadline)
     }
 
     fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
-        truth(self.call(&Request::Check(owned(keys)), deadline)?)
+        Ok(self.ask(Call::Check, keys, &[], deadline)?.number != 0)
     }
 
     fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
-        nothing(self.call(&Request::Wait(owned(keys)), deadline)?)
+        self.ask(Call::Wait, keys, &[], deadline).map(drop)
     }
 
     fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
-        truth(self.call(&Request::Delete(key.into()), deadline)?)
+        Ok(self.ask(Call::Delete, &[key], &[], deadline)?.number != 0)
     }
 
     fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
-        nothing(self.call(&Request::Append(key.into(), value.into()), deadline)?)
+        self.ask(Call::Append, &[key], &[value], deadline).map(drop)
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        match self.call(&Request::MultiGet(owned(keys)), deadline)? {
-            Value::Many(all) => Ok(all),
-            v => Err(other(&v)),
-        }
+        Ok(self.ask(Call::MultiGet, keys, &[], deadline)?.values)
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<()> {
-        let pairs = pairs
-            .iter()
-            .map(|(k, v)| ((*k).to_string(), v.to_vec()))
-            .collect();
-        nothing(self.call(&Request::MultiSet(pairs), deadline)?)
+        let (keys, values): (Vec<&str>, Vec<&[u8]>) = pairs.iter().copied().unzip();
+        self.ask(Call::MultiSet, &keys, &values, deadline).map(drop)
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<i64> {
-        number(self.call(&Request::NumKeys, deadline)?)
+        Ok(self.ask(Call::NumKeys, &[], &[], deadline)?.number)
     }
 
     fn list(&self, deadline: Instant) -> Result<Vec<String>> {
-        match self.call(&Request::List, deadline)? {
-            Value::Names(all) => Ok(all),
-            v => Err(other(&v)),
-        }
+        let names = self.ask(Call::List, &[], &[], deadline)?.values.into_iter();
+        names
+            .map(|name| String::from_utf8(name).map_err(|_| odd("a key that is not UTF-8")))
+            .collect()
     }
 
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
-        nothing(self.call(&Request::Barrier(key.into(), world_size), deadline)?)
+        self.count(Call::Barrier, key, world_size.into(), deadline)
+            .map(drop)
     }
 }

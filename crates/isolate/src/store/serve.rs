@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use ftcore::{Error, ErrorKind, Result, Store};
+use ftcore::engine::spawn;
+use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
 
-use super::{Request, Value, decode, encode_answer, perform};
+use super::{Answer, Call, Request, decode, encode, perform};
 use crate::channel::{Filled, Receiver, send};
-use crate::clock;
 
 /// Calls of one child that may wait at the same time.
 const WAITING: u32 = 64;
@@ -47,15 +47,12 @@ impl Stores {
             closed: AtomicBool::new(false),
         });
         let this = stores.clone();
-        std::thread::Builder::new()
-            .name(format!("ox-istore-{pid}"))
-            .spawn(move || {
-                if let Err(error) = this.run(Receiver::new(socket, false)) {
-                    tracing::warn!(%error, "a child's store calls are not served any more");
-                }
-                this.close();
-            })
-            .map_err(|e| Error::io("start the thread that serves a child's store calls", e))?;
+        spawn(&format!("ox-istore-{pid}"), move || {
+            if let Err(error) = this.run(Receiver::new(socket, false)) {
+                tracing::warn!(%error, "a child's store calls are not served any more");
+            }
+            this.close();
+        })?;
         Ok(stores)
     }
 
@@ -89,34 +86,21 @@ impl Stores {
     fn run(self: &Arc<Self>, mut receiver: Receiver) -> Result<()> {
         loop {
             while let Some(body) = receiver.next()? {
-                let (number, store, deadline, request) = decode(body)?;
-                if request == Request::Release {
-                    let mut stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
-                    let released = stores.open.remove(&store);
-                    drop(stores);
-                    drop(released);
-                    continue;
-                }
-                let waits = matches!(
-                    request,
-                    Request::Get(_) | Request::Wait(_) | Request::MultiGet(_) | Request::Barrier(..)
-                );
-                if !waits {
-                    self.answer(
-                        number,
-                        self.find(store).and_then(|s| perform(&*s, &request, deadline)),
-                    )?;
-                } else if self.waiting.fetch_add(1, Ordering::AcqRel) >= WAITING {
-                    self.waiting.fetch_sub(1, Ordering::AcqRel);
-                    self.answer(
-                        number,
-                        Err(Error::new(
-                            ErrorKind::Unavailable,
-                            format!("more than {WAITING} store calls of one child wait already"),
-                        )),
-                    )?;
-                } else {
-                    self.wait_aside(number, store, deadline, request)?;
+                let request: Request = decode(body)?;
+                match request.call {
+                    Call::Release => {
+                        let mut stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
+                        let released = stores.open.remove(&request.store);
+                        drop(stores);
+                        drop(released);
+                    }
+                    Call::Get | Call::Wait | Call::MultiGet | Call::Barrier => self.wait_aside(request)?,
+                    _ => {
+                        let answer = self
+                            .find(request.store)
+                            .and_then(|store| perform(&*store, &request, request.deadline));
+                        self.answer(request.number, answer)?;
+                    }
                 }
             }
             if receiver.fill(true)? == Filled::Closed {
@@ -125,40 +109,34 @@ impl Stores {
         }
     }
 
-    fn wait_aside(
-        self: &Arc<Self>,
-        number: u64,
-        store: u32,
-        deadline: Instant,
-        request: Request,
-    ) -> Result<()> {
+    fn wait_aside(self: &Arc<Self>, request: Request) -> Result<()> {
+        if self.waiting.fetch_add(1, Ordering::AcqRel) >= WAITING {
+            self.waiting.fetch_sub(1, Ordering::AcqRel);
+            let text = format!("more than {WAITING} store calls of one child wait already");
+            return self.answer(request.number, Err(Error::new(ErrorKind::Unavailable, text)));
+        }
         let this = self.clone();
-        std::thread::Builder::new()
-            .name("ox-istore-wait".to_string())
-            .spawn(move || {
-                let answer = this
-                    .find(store)
-                    .and_then(|s| this.patiently(&*s, &request, deadline));
-                this.waiting.fetch_sub(1, Ordering::AcqRel);
-                if let Err(error) = this.answer(number, answer) {
-                    tracing::debug!(%error, "a child's store call was answered after the child was gone");
-                }
-            })
-            .map(drop)
-            .map_err(|e| Error::io("start a thread for a store call", e))
+        spawn("ox-istore-wait", move || {
+            let answer = this
+                .find(request.store)
+                .and_then(|store| this.patiently(&*store, &request));
+            this.waiting.fetch_sub(1, Ordering::AcqRel);
+            if let Err(error) = this.answer(request.number, answer) {
+                tracing::debug!(%error, "a child's store call was answered after the child was gone");
+            }
+        })
     }
 
     /// Waits in slices, so that the thread does not outlive its child by the call's whole deadline.
-    fn patiently(&self, store: &dyn Store, request: &Request, deadline: Instant) -> Result<Value> {
-        let keys = match request {
-            Request::Get(k) => std::slice::from_ref(k),
-            Request::Wait(ks) | Request::MultiGet(ks) => ks.as_slice(),
-            // Entering a barrier twice would count twice.
-            _ => return perform(store, request, deadline),
-        };
-        let keys = super::refs(keys);
+    fn patiently(&self, store: &dyn Store, request: &Request) -> Result<Answer> {
+        let deadline = request.deadline;
+        if request.call == Call::Barrier {
+            // Entering it twice would count twice.
+            return perform(store, request, deadline);
+        }
+        let keys: Vec<&str> = request.keys.iter().map(String::as_str).collect();
         loop {
-            let slice = clock::later(Instant::now(), SLICE);
+            let slice = deadline_in(SLICE);
             if slice >= deadline {
                 return perform(store, request, deadline);
             }
@@ -173,13 +151,13 @@ impl Stores {
         }
     }
 
-    fn answer(&self, number: u64, answer: Result<Value>) -> Result<()> {
-        let frame = match encode_answer(number, &answer) {
+    fn answer(&self, number: u64, answer: Result<Answer>) -> Result<()> {
+        let frame = match encode(&(number, answer)) {
             Ok(frame) => frame,
-            Err(too_long) => encode_answer(number, &Err(too_long))?,
+            Err(too_long) => encode(&(number, Err::<Answer, _>(too_long)))?,
         };
         let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        send(&self.socket, &frame, &[], clock::later(Instant::now(), SEND))
+        send(&self.socket, &frame, &[], deadline_in(SEND))
     }
 }
 

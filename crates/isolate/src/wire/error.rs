@@ -1,12 +1,13 @@
 //! Errors cross with kind, text, context, code and their causes, so that the caller sees what the backend said.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-use ftcore::{DType, Error, ErrorKind, OpKind, Result};
+use ftcore::{Error, ErrorKind, OpKind, Result};
 
-use super::{Reader, Writer, odd};
+use super::{Reader, Wire, Writer, odd};
 
 /// The kinds by their code here.
 const KINDS: [ErrorKind; 16] = [
@@ -27,6 +28,8 @@ const KINDS: [ErrorKind; 16] = [
     ErrorKind::Backend,
     ErrorKind::Internal,
 ];
+/// The longest text.
+const LONGEST: usize = 64 << 10;
 /// How many causes deep an error crosses.
 const DEPTH: u8 = 4;
 /// Names of operations that are not known beforehand: this many are kept, each for ever, and no longer than this.
@@ -45,8 +48,30 @@ impl fmt::Display for Cause {
 
 impl std::error::Error for Cause {}
 
-pub(crate) fn put(w: &mut Writer, error: &Error) {
-    put_deep(w, error, DEPTH);
+impl Wire for Error {
+    fn put(&self, w: &mut Writer) {
+        put_deep(w, self, DEPTH);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        get_deep(r, DEPTH)
+    }
+}
+
+/// A text for people; what is beyond the limit is cut off.
+fn put_text(w: &mut Writer, text: &str) {
+    let mut end = text.len().min(LONGEST);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    w.bytes(text.as_bytes().get(..end).unwrap_or_default());
+}
+
+fn get_text(r: &mut Reader<'_>) -> Result<String> {
+    let bytes = r.bytes()?;
+    if bytes.len() > LONGEST {
+        return Err(odd(format_args!("a text of {} bytes", bytes.len())));
+    }
+    Ok(String::from_utf8_lossy(bytes).into_owned())
 }
 
 fn put_deep(w: &mut Writer, error: &Error, depth: u8) {
@@ -54,19 +79,16 @@ fn put_deep(w: &mut Writer, error: &Error, depth: u8) {
     // A kind that is newer than this list is a defect here; the text says what happened all the same.
     let kind = kind.unwrap_or(KINDS.len() - 1);
     w.u8(u8::try_from(kind).unwrap_or(u8::MAX));
-    w.text(error.message());
+    put_text(w, error.message());
     let c = error.context();
-    w.option(c.op, |w, op| w.text(op));
-    w.option(c.rank, Writer::u32);
-    w.option(c.peer, Writer::u32);
-    w.option(c.peer_address.as_deref(), |w, a| w.text(a));
-    w.option(c.epoch, Writer::u64);
-    w.option(c.seq, Writer::u64);
-    w.option(c.dtype.zip(c.count), |w, (d, n)| {
-        w.u8(d.code());
-        w.u64(n as u64);
-    });
-    w.option(error.code(), Writer::i64);
+    c.op.map(Cow::from).put(w);
+    c.rank.put(w);
+    c.peer.put(w);
+    c.peer_address.put(w);
+    c.epoch.put(w);
+    c.seq.put(w);
+    c.dtype.zip(c.count).put(w);
+    error.code().put(w);
     match std::error::Error::source(error) {
         None => w.u8(0),
         Some(_) if depth == 0 => w.u8(0),
@@ -77,14 +99,10 @@ fn put_deep(w: &mut Writer, error: &Error, depth: u8) {
             }
             None => {
                 w.u8(2);
-                w.text(&source.to_string());
+                put_text(w, &source.to_string());
             }
         },
     }
-}
-
-pub(crate) fn get(r: &mut Reader<'_>) -> Result<Error> {
-    get_deep(r, DEPTH)
 }
 
 fn get_deep(r: &mut Reader<'_>, depth: u8) -> Result<Error> {
@@ -92,38 +110,35 @@ fn get_deep(r: &mut Reader<'_>, depth: u8) -> Result<Error> {
     let kind = *KINDS
         .get(usize::from(code))
         .ok_or_else(|| odd(format_args!("an error of the unknown kind {code}")))?;
-    let mut error = Error::new(kind, r.text()?);
-    if let Some(op) = r.option(Reader::text)?
-        && let Some(op) = name(&op)
-    {
+    let mut error = Error::new(kind, get_text(r)?);
+    if let Some(op) = Option::<String>::get(r)?.and_then(|op| name(&op)) {
         error = error.with_op(op);
     }
-    if let Some(rank) = r.option(Reader::u32)? {
+    if let Some(rank) = Wire::get(r)? {
         error = error.with_rank(rank);
     }
-    if let Some(peer) = r.option(Reader::u32)? {
+    if let Some(peer) = Wire::get(r)? {
         error = error.with_peer(peer);
     }
-    if let Some(address) = r.option(Reader::text)? {
+    if let Some(address) = Option::<String>::get(r)? {
         error = error.with_peer_address(address);
     }
-    if let Some(epoch) = r.option(Reader::u64)? {
+    if let Some(epoch) = Wire::get(r)? {
         error = error.with_epoch(epoch);
     }
-    if let Some(seq) = r.option(Reader::u64)? {
+    if let Some(seq) = Wire::get(r)? {
         error = error.with_seq(seq);
     }
-    if let Some((dtype, count)) = r.option(|r| Ok((r.u8()?, r.usize()?)))? {
-        let dtype = DType::from_code(dtype).ok_or_else(|| odd(format_args!("the unknown dtype {dtype}")))?;
+    if let Some((dtype, count)) = Wire::get(r)? {
         error = error.with_data(dtype, count);
     }
-    if let Some(code) = r.option(Reader::i64)? {
+    if let Some(code) = Wire::get(r)? {
         error = error.with_code(code);
     }
     match r.u8()? {
         0 => Ok(error),
         1 if depth > 0 => Ok(error.with_source(get_deep(r, depth - 1)?)),
-        2 => Ok(error.with_source(Cause(r.text()?))),
+        2 => Ok(error.with_source(Cause(get_text(r)?))),
         other => Err(odd(format_args!("a cause of the unknown form {other}"))),
     }
 }
@@ -168,14 +183,16 @@ fn name_from(op: &str, more: &Mutex<BTreeSet<&'static str>>) -> Option<&'static 
 
 #[cfg(test)]
 mod tests {
+    use ftcore::DType;
+
     use super::*;
 
     fn crossed(e: &Error) -> Error {
         let mut w = Writer::new(0);
-        put(&mut w, e);
+        e.put(&mut w);
         let frame = w.finish().unwrap();
         let mut r = Reader::new(&frame[5..]);
-        let back = get(&mut r).unwrap();
+        let back = Error::get(&mut r).unwrap();
         r.end().unwrap();
         back
     }
@@ -252,7 +269,7 @@ mod tests {
     #[test]
     fn damaged_bytes_are_refused() {
         let mut w = Writer::new(0);
-        put(&mut w, &Error::timeout("x").with_data(DType::F32, 1));
+        Error::timeout("x").with_data(DType::F32, 1).put(&mut w);
         let frame = w.finish().unwrap();
         let body = &frame[5..];
         for i in 0..body.len() {
@@ -260,9 +277,9 @@ mod tests {
                 let mut b = body.to_vec();
                 b[i] = v;
                 // Whatever comes out, it comes out: no panic, no endless list.
-                drop(get(&mut Reader::new(&b)));
+                drop(Error::get(&mut Reader::new(&b)));
             }
-            assert!(get(&mut Reader::new(&body[..i])).is_err());
+            assert!(Error::get(&mut Reader::new(&body[..i])).is_err());
         }
     }
 }

@@ -1,20 +1,86 @@
-//! The bytes between parent and child: length-checked frames with a hand-written codec, validated on both sides (INV-10).
+//! The bytes between parent and child: length-checked frames, validated on both sides (INV-10).
 //!
-//! A frame is a length (u32, of what follows), a tag and its fields, little-endian. `frames` has the messages, `op` the
-//! collectives, `settings` options and capabilities, `error` the one error type.
+//! A frame is a length (u32, of what follows), a tag and its fields, little-endian. What has a place in one is [`Wire`]; types of several
+//! fields name them once, in the order in which they are written ([`record!`], and [`messages!`] for the frames themselves). `frames` has the
+//! messages, `op` the collectives, `settings` options and capabilities, `error` the one error type.
 
 pub(crate) mod error;
 pub(crate) mod frames;
 pub(crate) mod op;
 pub(crate) mod settings;
 
-use ftcore::{Error, ErrorKind, Result};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use rustix::time::{ClockId, clock_gettime};
 
 /// The longest body of a frame. Store values (8 MiB each) are the largest things that cross here.
 pub(crate) const MAX_FRAME: usize = 64 << 20;
-/// The longest text and the longest list.
-pub(crate) const MAX_TEXT: usize = 64 << 10;
-pub(crate) const MAX_LIST: usize = 1 << 20;
+/// The longest list.
+const MAX_LIST: usize = 1 << 20;
+
+/// Something that has a place in a frame.
+pub(crate) trait Wire: Sized {
+    /// Writes it behind what is there.
+    fn put(&self, w: &mut Writer);
+    /// Reads it. `Protocol` for anything that `put` does not write.
+    fn get(r: &mut Reader<'_>) -> Result<Self>;
+}
+
+/// [`Wire`] for a struct of these fields: all of it, or it does not compile. Where it is used, `Reader`, `Wire` and `Writer` are in scope.
+macro_rules! record {
+    ($name:ty { $($field:ident),* $(,)? }) => {
+        impl Wire for $name {
+            fn put(&self, w: &mut Writer) {
+                let Self { $($field),* } = self;
+                $(Wire::put($field, w);)*
+            }
+            fn get(r: &mut Reader<'_>) -> ftcore::Result<Self> {
+                Ok(Self { $($field: Wire::get(r)?),* })
+            }
+        }
+    };
+}
+
+/// An enum of messages: each has the tag that its frame begins with, and its fields in the order in which they are written. As above, and `odd`.
+macro_rules! messages {
+    ($(#[$doc:meta])* $name:ident, $what:literal {
+        $($(#[$about:meta])* $tag:literal $message:ident $({ $($(#[$of:meta])* $field:ident: $type:ty,)* })?,)*
+    }) => {
+        $(#[$doc])*
+        #[derive(Debug)]
+        pub(crate) enum $name {
+            $($(#[$about])* $message $({ $($(#[$of])* $field: $type,)* })?,)*
+        }
+
+        impl $name {
+            pub(crate) fn encode(&self) -> ftcore::Result<Vec<u8>> {
+                match self {
+                    $(Self::$message { $($($field,)*)? } => {
+                        #[allow(unused_mut, reason = "some have no fields")]
+                        let mut w = Writer::new($tag);
+                        $($(Wire::put($field, &mut w);)*)?
+                        w.finish()
+                    })*
+                }
+            }
+
+            /// The message behind `tag`.
+            fn read(tag: u8, r: &mut Reader<'_>) -> ftcore::Result<Self> {
+                let message = match tag {
+                    $($tag => Self::$message { $($($field: Wire::get(r)?,)*)? },)*
+                    other => return Err(odd(format_args!("the unknown {} {other}", $what))),
+                };
+                r.end()?;
+                Ok(message)
+            }
+        }
+    };
+}
+
+pub(crate) use {messages, record};
 
 /// Builds one frame.
 pub(crate) struct Writer(Vec<u8>);
@@ -31,58 +97,14 @@ impl Writer {
         self.0.push(v);
     }
 
-    pub(crate) fn bool(&mut self, v: bool) {
-        self.0.push(u8::from(v));
-    }
-
-    pub(crate) fn u32(&mut self, v: u32) {
-        self.0.extend_from_slice(&v.to_le_bytes());
-    }
-
-    pub(crate) fn u64(&mut self, v: u64) {
-        self.0.extend_from_slice(&v.to_le_bytes());
-    }
-
-    pub(crate) fn i64(&mut self, v: i64) {
-        self.u64(v.cast_unsigned());
-    }
-
-    pub(crate) fn f64(&mut self, v: f64) {
-        self.u64(v.to_bits());
-    }
-
     /// The length of a list or of bytes; a list too long for the format shows when the frame is finished.
-    pub(crate) fn len(&mut self, n: usize) {
-        self.u32(u32::try_from(n).unwrap_or(u32::MAX));
+    fn len(&mut self, n: usize) {
+        u32::try_from(n).unwrap_or(u32::MAX).put(self);
     }
 
     pub(crate) fn bytes(&mut self, v: &[u8]) {
         self.len(v.len());
         self.0.extend_from_slice(v);
-    }
-
-    /// A text; what is beyond the limit is cut off (texts are for people).
-    pub(crate) fn text(&mut self, v: &str) {
-        let mut end = v.len().min(MAX_TEXT);
-        while !v.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.bytes(v.as_bytes().get(..end).unwrap_or_default());
-    }
-
-    pub(crate) fn option<T>(&mut self, v: Option<T>, put: impl FnOnce(&mut Self, T)) {
-        self.bool(v.is_some());
-        if let Some(v) = v {
-            put(self, v);
-        }
-    }
-
-    /// Puts the number of an operation to where [`frames::submit`] left room for it: right after the tag.
-    pub(crate) fn numbered(mut self, id: u64) -> Self {
-        if let Some(field) = self.0.get_mut(5..13) {
-            field.copy_from_slice(&id.to_le_bytes());
-        }
-        self
     }
 
     /// The frame with its length; `InvalidArgument` if it is too long to be sent.
@@ -124,12 +146,6 @@ impl<'a> Reader<'a> {
         Self(body)
     }
 
-    fn take(&mut self, n: usize) -> Result<&'a [u8]> {
-        let (head, rest) = self.0.split_at_checked(n).ok_or_else(short)?;
-        self.0 = rest;
-        Ok(head)
-    }
-
     fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let (head, rest) = self.0.split_first_chunk::<N>().ok_or_else(short)?;
         self.0 = rest;
@@ -140,37 +156,9 @@ impl<'a> Reader<'a> {
         Ok(u8::from_le_bytes(self.array()?))
     }
 
-    pub(crate) fn bool(&mut self) -> Result<bool> {
-        match self.u8()? {
-            0 => Ok(false),
-            1 => Ok(true),
-            other => Err(odd(format_args!("a truth value of {other}"))),
-        }
-    }
-
-    pub(crate) fn u32(&mut self) -> Result<u32> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    pub(crate) fn u64(&mut self) -> Result<u64> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    pub(crate) fn i64(&mut self) -> Result<i64> {
-        Ok(self.u64()?.cast_signed())
-    }
-
-    pub(crate) fn f64(&mut self) -> Result<f64> {
-        Ok(f64::from_bits(self.u64()?))
-    }
-
-    pub(crate) fn usize(&mut self) -> Result<usize> {
-        usize::try_from(self.u64()?).map_err(|_| odd("a size beyond this machine's memory"))
-    }
-
     /// The length of a list, checked against what is left: every entry has at least one byte.
-    pub(crate) fn len(&mut self) -> Result<usize> {
-        let n = self.u32()? as usize;
+    fn len(&mut self) -> Result<usize> {
+        let n = u32::get(self)? as usize;
         if n > MAX_LIST || n > self.0.len() {
             return Err(odd(format_args!(
                 "a list of {n} entries in {} bytes",
@@ -181,24 +169,10 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn bytes(&mut self) -> Result<&'a [u8]> {
-        let n = self.u32()? as usize;
-        self.take(n)
-    }
-
-    pub(crate) fn text(&mut self) -> Result<String> {
-        let bytes = self.bytes()?;
-        if bytes.len() > MAX_TEXT {
-            return Err(odd(format_args!("a text of {} bytes", bytes.len())));
-        }
-        Ok(String::from_utf8_lossy(bytes).into_owned())
-    }
-
-    pub(crate) fn option<T>(&mut self, get: impl FnOnce(&mut Self) -> Result<T>) -> Result<Option<T>> {
-        if self.bool()? {
-            get(self).map(Some)
-        } else {
-            Ok(None)
-        }
+        let n = u32::get(self)? as usize;
+        let (head, rest) = self.0.split_at_checked(n).ok_or_else(short)?;
+        self.0 = rest;
+        Ok(head)
     }
 
     /// Nothing may be left over.
@@ -211,41 +185,186 @@ impl<'a> Reader<'a> {
     }
 }
 
+macro_rules! integers {
+    ($($type:ty),*) => {$(
+        impl Wire for $type {
+            fn put(&self, w: &mut Writer) {
+                w.0.extend_from_slice(&self.to_le_bytes());
+            }
+            fn get(r: &mut Reader<'_>) -> Result<Self> {
+                Ok(Self::from_le_bytes(r.array()?))
+            }
+        }
+    )*};
+}
+
+integers!(u32, u64, i64, f64);
+
+impl Wire for usize {
+    fn put(&self, w: &mut Writer) {
+        (*self as u64).put(w);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        Self::try_from(u64::get(r)?).map_err(|_| odd("a size beyond this machine's memory"))
+    }
+}
+
+impl Wire for bool {
+    fn put(&self, w: &mut Writer) {
+        w.u8(u8::from(*self));
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        match r.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(odd(format_args!("a truth value of {other}"))),
+        }
+    }
+}
+
+impl Wire for String {
+    fn put(&self, w: &mut Writer) {
+        w.bytes(self.as_bytes());
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        let text = std::str::from_utf8(r.bytes()?);
+        text.map(str::to_string)
+            .map_err(|_| odd("a text that is not UTF-8"))
+    }
+}
+
+impl Wire for Cow<'static, str> {
+    fn put(&self, w: &mut Writer) {
+        w.bytes(self.as_bytes());
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        String::get(r).map(Self::from)
+    }
+}
+
+/// Not a list of single bytes, which would cross one by one.
+impl Wire for Vec<u8> {
+    fn put(&self, w: &mut Writer) {
+        w.bytes(self);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        r.bytes().map(<[u8]>::to_vec)
+    }
+}
+
+impl<T: Wire> Wire for Vec<T> {
+    fn put(&self, w: &mut Writer) {
+        w.len(self.len());
+        self.iter().for_each(|one| one.put(w));
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        (0..r.len()?).map(|_| T::get(r)).collect()
+    }
+}
+
+impl Wire for BTreeMap<String, String> {
+    fn put(&self, w: &mut Writer) {
+        w.len(self.len());
+        for (name, value) in self {
+            name.put(w);
+            value.put(w);
+        }
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        (0..r.len()?).map(|_| <(String, String)>::get(r)).collect()
+    }
+}
+
+impl<A: Wire, B: Wire> Wire for (A, B) {
+    fn put(&self, w: &mut Writer) {
+        self.0.put(w);
+        self.1.put(w);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        Ok((A::get(r)?, B::get(r)?))
+    }
+}
+
+impl<T: Wire> Wire for Option<T> {
+    fn put(&self, w: &mut Writer) {
+        self.is_some().put(w);
+        if let Some(there) = self {
+            there.put(w);
+        }
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        bool::get(r)?.then(|| T::get(r)).transpose()
+    }
+}
+
+impl<T: Wire> Wire for Result<T> {
+    fn put(&self, w: &mut Writer) {
+        self.is_ok().put(w);
+        match self {
+            Ok(value) => value.put(w),
+            Err(error) => error.put(w),
+        }
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        match bool::get(r)? {
+            true => T::get(r).map(Ok),
+            false => Error::get(r).map(Err),
+        }
+    }
+}
+
+impl Wire for Duration {
+    fn put(&self, w: &mut Writer) {
+        u64::try_from(self.as_nanos()).unwrap_or(u64::MAX).put(w);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        u64::get(r).map(Self::from_nanos)
+    }
+}
+
+/// On Linux's monotonic clock, which all processes of a host share. The past is now, and what is too far to represent a year from now.
+impl Wire for Instant {
+    fn put(&self, w: &mut Writer) {
+        monotonic().saturating_add(time_left(*self)).put(w);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        Ok(deadline_in(Duration::get(r)?.saturating_sub(monotonic())))
+    }
+}
+
+fn monotonic() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::Monotonic)).unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_is_written_is_read_and_every_shorter_piece_is_refused() {
+        type All = (((bool, u32), (i64, f64)), (String, (Option<u64>, Option<u64>)));
+        let all: All = (
+            ((true, 70_000), (-5, f64::NEG_INFINITY)),
+            ("grüße".into(), (Some(9), None)),
+        );
         let mut w = Writer::new(7);
         w.u8(200);
-        w.bool(true);
-        w.u32(70_000);
-        w.i64(-5);
-        w.f64(f64::NEG_INFINITY);
-        w.text("grüße");
-        w.option(Some(9u64), Writer::u64);
-        w.option(None::<u64>, Writer::u64);
+        all.put(&mut w);
         let frame = w.finish().unwrap();
-        let read = |body: &[u8]| -> Result<()> {
+        let read = |body: &[u8]| -> Result<All> {
             let mut r = Reader::new(body);
             assert_eq!(r.u8()?, 7);
             assert_eq!(r.u8()?, 200);
-            assert!(r.bool()?);
-            assert_eq!(r.u32()?, 70_000);
-            assert_eq!(r.i64()?, -5);
-            assert_eq!(r.f64()?, f64::NEG_INFINITY);
-            assert_eq!(r.text()?, "grüße");
-            assert_eq!(r.option(Reader::u64)?, Some(9));
-            assert_eq!(r.option(Reader::u64)?, None);
-            r.end()
+            let read = All::get(&mut r)?;
+            r.end()?;
+            Ok(read)
         };
         let body = &frame[4..];
         assert_eq!(
             u32::from_le_bytes(frame[..4].try_into().unwrap()) as usize,
             body.len()
         );
-        read(body).unwrap();
+        assert_eq!(read(body).unwrap(), all);
         for n in 0..body.len() {
             assert_eq!(read(&body[..n]).unwrap_err().kind(), ErrorKind::Protocol, "{n}");
         }
@@ -255,10 +374,24 @@ mod tests {
     #[test]
     fn lengths_are_checked_before_anything_is_allocated() {
         let mut w = Writer::new(0);
-        w.u32(u32::MAX);
+        u32::MAX.put(&mut w);
         let frame = w.finish().unwrap();
         assert!(Reader::new(&frame[5..]).len().is_err());
         assert!(Reader::new(&frame[5..]).bytes().is_err());
-        assert!(Reader::new(&[2]).bool().is_err());
+        assert!(bool::get(&mut Reader::new(&[2])).is_err());
+        assert!(String::get(&mut Reader::new(&[1, 0, 0, 0, 0xff])).is_err());
+    }
+
+    #[test]
+    fn an_instant_keeps_its_place_on_the_way_through_another_process() {
+        let back = |bytes: &[u8]| Instant::get(&mut Reader::new(bytes)).unwrap();
+        let at = Instant::now() + Duration::from_secs(1000);
+        let mut w = Writer::new(0);
+        at.put(&mut w);
+        let crossed = back(&w.finish().unwrap()[5..]);
+        let off = at.max(crossed) - at.min(crossed);
+        assert!(off < Duration::from_millis(500), "{off:?}");
+        assert!(time_left(back(&[0; 8])).is_zero());
+        assert!(time_left(back(&[0xff; 8])) > Duration::from_secs(1 << 20));
     }
 }

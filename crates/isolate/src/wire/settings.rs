@@ -1,187 +1,100 @@
 //! Options and capabilities as bytes: every field, named one by one, so that a new one cannot be forgotten (INV-9, L42).
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::time::Duration;
-
 use ftcore::{
-    Capabilities, DType, DTypeSet, Device, DeviceKind, Feature, FeatureSet, GroupOptions, OpKind, OpSet,
-    ReduceOp, Result,
+    Capabilities, DType, DTypeSet, Device, DeviceKind, FeatureSet, GroupOptions, OpSet, ReduceOp, Result,
 };
 
-use super::{Reader, Writer, odd};
+use super::{Reader, Wire, Writer, odd, record};
 
-/// The features, for decoding their bits.
-pub(crate) const FEATURES: [Feature; 10] = [
-    Feature::Abort,
-    Feature::Reconfigure,
-    Feature::MismatchDetection,
-    Feature::BitwiseEqual,
-    Feature::Contributors,
-    Feature::Tags,
-    Feature::RecvAny,
-    Feature::ThreadRanks,
-    Feature::Split,
-    Feature::Borrow,
-];
+record!(GroupOptions {
+    timeout,
+    is_high_priority_stream,
+    cga_cluster_size,
+    min_ctas,
+    max_ctas,
+    net_name,
+    split_share,
+    blocking,
+    traffic_class,
+    hints,
+    lenient,
+});
 
-pub(crate) fn put_options(w: &mut Writer, options: &GroupOptions) {
-    let GroupOptions {
-        timeout,
-        is_high_priority_stream,
-        cga_cluster_size,
-        min_ctas,
-        max_ctas,
-        net_name,
-        split_share,
-        blocking,
-        traffic_class,
-        hints,
-        lenient,
-    } = options;
-    w.u64(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
-    w.option(*is_high_priority_stream, Writer::bool);
-    w.option(*cga_cluster_size, Writer::u32);
-    w.option(*min_ctas, Writer::u32);
-    w.option(*max_ctas, Writer::u32);
-    // As bytes, not as text for people: nothing may be cut off.
-    w.option(net_name.as_deref(), |w, n| w.bytes(n.as_bytes()));
-    w.option(*split_share, Writer::bool);
-    w.option(*blocking, Writer::bool);
-    w.option(*traffic_class, Writer::u32);
-    w.len(hints.len());
-    for (name, value) in hints {
-        w.bytes(name.as_bytes());
-        w.bytes(value.as_bytes());
+record!(Device { kind, index });
+
+record!(Capabilities {
+    ops,
+    moves,
+    reduces,
+    features,
+    options,
+    devices,
+    notes,
+});
+
+impl Wire for DeviceKind {
+    fn put(&self, w: &mut Writer) {
+        w.bytes(self.name().as_bytes());
     }
-    w.bool(*lenient);
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        String::get(r)?.parse()
+    }
 }
 
-fn exact(r: &mut Reader<'_>) -> Result<String> {
-    std::str::from_utf8(r.bytes()?)
-        .map(str::to_string)
-        .map_err(|_| odd("a name that is not UTF-8"))
+impl Wire for DType {
+    fn put(&self, w: &mut Writer) {
+        w.u8(self.code());
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        let code = r.u8()?;
+        Self::from_code(code).ok_or_else(|| odd(format_args!("the unknown dtype {code}")))
+    }
 }
 
-pub(crate) fn get_options(r: &mut Reader<'_>) -> Result<GroupOptions> {
-    Ok(GroupOptions {
-        timeout: Duration::from_nanos(r.u64()?),
-        is_high_priority_stream: r.option(Reader::bool)?,
-        cga_cluster_size: r.option(Reader::u32)?,
-        min_ctas: r.option(Reader::u32)?,
-        max_ctas: r.option(Reader::u32)?,
-        net_name: r.option(exact)?,
-        split_share: r.option(Reader::bool)?,
-        blocking: r.option(Reader::bool)?,
-        traffic_class: r.option(Reader::u32)?,
-        hints: {
-            let n = r.len()?;
-            let mut hints = BTreeMap::new();
-            for _ in 0..n {
-                hints.insert(exact(r)?, exact(r)?);
+/// Bits that stand for nothing here are of another build, and left out.
+macro_rules! sets {
+    ($($set:ty),*) => {$(
+        impl Wire for $set {
+            fn put(&self, w: &mut Writer) {
+                self.bits().put(w);
             }
-            hints
-        },
-        lenient: r.bool()?,
-    })
+            fn get(r: &mut Reader<'_>) -> Result<Self> {
+                u32::get(r).map(Self::from_bits_truncate)
+            }
+        }
+    )*};
 }
 
-pub(crate) fn put_device(w: &mut Writer, device: &Device) {
-    w.text(device.kind.name());
-    w.u32(device.index);
-}
+sets!(OpSet, DTypeSet, FeatureSet);
 
-pub(crate) fn get_device(r: &mut Reader<'_>) -> Result<Device> {
-    let kind: DeviceKind = r.text()?.parse()?;
-    Ok(Device::new(kind, r.u32()?))
-}
-
-fn put_names(w: &mut Writer, names: &[Cow<'static, str>]) {
-    w.len(names.len());
-    for name in names {
-        w.text(name);
+impl Wire for [DTypeSet; ReduceOp::COUNT] {
+    fn put(&self, w: &mut Writer) {
+        self.iter().for_each(|set| set.put(w));
     }
-}
-
-fn get_names(r: &mut Reader<'_>) -> Result<Vec<Cow<'static, str>>> {
-    (0..r.len()?).map(|_| r.text().map(Cow::from)).collect()
-}
-
-pub(crate) fn put_capabilities(w: &mut Writer, capabilities: &Capabilities) {
-    let Capabilities {
-        ops,
-        moves,
-        reduces,
-        features,
-        options,
-        devices,
-        notes,
-    } = capabilities;
-    w.u32(ops.bits());
-    w.u32(moves.bits());
-    for set in reduces {
-        w.u32(set.bits());
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        let mut sets = [DTypeSet::NONE; ReduceOp::COUNT];
+        for set in &mut sets {
+            *set = DTypeSet::get(r)?;
+        }
+        Ok(sets)
     }
-    w.u32(features.bits());
-    put_names(w, options);
-    put_names(w, devices);
-    w.len(notes.len());
-    for (op, text) in notes {
-        w.text(op);
-        w.text(text);
-    }
-}
-
-fn get_dtypes(r: &mut Reader<'_>) -> Result<DTypeSet> {
-    let bits = r.u32()?;
-    let has = |d: &DType| bits & (1 << d.code()) != 0;
-    Ok(DTypeSet::of(
-        &DType::ALL.into_iter().filter(has).collect::<Vec<_>>(),
-    ))
-}
-
-pub(crate) fn get_capabilities(r: &mut Reader<'_>) -> Result<Capabilities> {
-    let bits = r.u32()?;
-    let ops: Vec<OpKind> = OpKind::ALL
-        .into_iter()
-        .filter(|k| bits & (1 << k.code()) != 0)
-        .collect();
-    let moves = get_dtypes(r)?;
-    let mut reduces = [DTypeSet::NONE; ReduceOp::COUNT];
-    for set in &mut reduces {
-        *set = get_dtypes(r)?;
-    }
-    let bits = r.u32()?;
-    let features: Vec<Feature> = FEATURES
-        .into_iter()
-        .filter(|&f| bits & (1 << f as u8) != 0)
-        .collect();
-    Ok(Capabilities {
-        ops: OpSet::of(&ops),
-        moves,
-        reduces,
-        features: FeatureSet::of(&features),
-        options: get_names(r)?,
-        devices: get_names(r)?,
-        notes: {
-            let n = r.len()?;
-            (0..n)
-                .map(|_| Ok((r.text()?.into(), r.text()?.into())))
-                .collect::<Result<_>>()?
-        },
-    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use ftcore::{Feature, OpKind};
+
     use super::*;
 
-    fn options_crossed(o: &GroupOptions) -> GroupOptions {
+    fn crossed<T: Wire>(value: &T) -> T {
         let mut w = Writer::new(0);
-        put_options(&mut w, o);
+        value.put(&mut w);
         let frame = w.finish().unwrap();
         let mut r = Reader::new(&frame[5..]);
-        let back = get_options(&mut r).unwrap();
+        let back = T::get(&mut r).unwrap();
         r.end().unwrap();
         back
     }
@@ -240,7 +153,7 @@ mod tests {
         ];
         for o in &each {
             assert_ne!(*o, plain());
-            assert_eq!(options_crossed(o), *o);
+            assert_eq!(crossed(o), *o);
         }
         let all = GroupOptions {
             timeout: Duration::from_secs(3),
@@ -255,7 +168,7 @@ mod tests {
             hints,
             lenient: false,
         };
-        assert_eq!(options_crossed(&all), all);
+        assert_eq!(crossed(&all), all);
     }
 
     #[test]
@@ -269,21 +182,12 @@ mod tests {
             devices: ftcore::names(&["cpu"]),
             notes: ftcore::notes(&[("reduce", "composed")]),
         };
-        let crossed = |c: &Capabilities| {
-            let mut w = Writer::new(0);
-            put_capabilities(&mut w, c);
-            let frame = w.finish().unwrap();
-            let mut r = Reader::new(&frame[5..]);
-            let back = get_capabilities(&mut r).unwrap();
-            r.end().unwrap();
-            back
-        };
         assert_eq!(crossed(&c), c);
         for (i, op) in OpKind::ALL.into_iter().enumerate() {
             c.ops = c.ops.with(op);
             c.moves = c.moves.with(DType::ALL[i % 15]);
             c.reduces[i % 9] = c.reduces[i % 9].with(DType::ALL[i % 15]);
-            c.features = c.features.with(FEATURES[i % FEATURES.len()]);
+            c.features = c.features.with(Feature::ALL[i % Feature::ALL.len()]);
             assert_eq!(crossed(&c), c);
         }
     }

@@ -207,7 +207,7 @@ fn l36() {
         for work in &works {
             let e = work.wait(soon()).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
-            assert!(e.to_string().contains("all_reduce #0"), "{e}");
+            assert!(e.to_string().contains("all_reduce #1"), "{e}");
             eventually("the tensor", || work.recover().len() == 1);
         }
         // L35: from the submission, 200 ms and the margin of 1.5 s.
