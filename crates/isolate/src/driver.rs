@@ -156,6 +156,10 @@ struct Table {
     failure: Option<Error>,
     /// The child said that its group has failed: it ends by itself what is in flight, and has told the other ranks if it can.
     failed_there: bool,
+    /// The group has failed with that, and its child goes on.
+    is_left_alive: bool,
+    /// The group was aborted: its child ends, whatever it failed with.
+    is_aborted: bool,
     /// To be answered when nothing is in flight.
     ended: Option<Ended<ChildDriver>>,
 }
@@ -386,10 +390,29 @@ impl ChildDriver {
         })
     }
 
+    /// The group is aborted. One that has failed in the child alone has left that alive, and the other ranks may not know: an operation may have
+    /// failed of which its backend told them nothing.
+    pub(crate) fn abort(&self, reason: &str) {
+        self.table().is_aborted = true;
+        self.end_left(Some(reason));
+    }
+
+    /// Ends the child, if the group's failure has left it alive, for `reason` or that failure. False if it has not.
+    pub(crate) fn end_left(&self, reason: Option<&str>) -> bool {
+        let left = {
+            let mut table = self.table();
+            let is_left = std::mem::take(&mut table.is_left_alive);
+            table.failure.clone().filter(|_| is_left)
+        };
+        if let Some(failure) = &left {
+            self.end(failure, reason.unwrap_or(self.place.reason(failure)));
+        }
+        left.is_some()
+    }
+
     /// Ends the child because of `failure`, or this group alone where the others in it need not end. The other ranks hear of it first.
-    fn end(&self, failure: &Error) {
-        let link = &self.link;
-        let reason = self.place.reason(failure).to_string();
+    fn end(&self, failure: &Error, reason: &str) {
+        let (link, reason) = (&self.link, reason.to_string());
         if !self.tells {
             match link.engine(0).filter(|_| self.number != 0) {
                 // The other ranks are told of it as the failure of the first.
@@ -417,20 +440,21 @@ impl Driver for ChildDriver {
     }
 
     fn interrupt(&self, failure: &Error, ended: Ended<Self>) {
-        let failed_there = {
+        let is_left_alive = {
             let mut table = self.table();
             table.failure = Some(failure.clone());
             table.ended = Some(ended);
-            table.failed_there
+            table.is_left_alive = table.failed_there && !table.is_aborted && self.notices.is_none();
+            table.is_left_alive
         };
         self.link.part();
         if let Some(notices) = &self.notices {
             notices.tell(failure);
-        } else if failed_there {
+        } else if is_left_alive {
             // It may be configured again, unless it does not come to an end with what it has.
             self.link.bound(self.number, LEAVE, failure);
         } else {
-            self.end(failure);
+            self.end(failure, self.place.reason(failure));
         }
         self.settle();
     }

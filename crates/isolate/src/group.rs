@@ -513,6 +513,9 @@ impl ProcessGroup for IsolatedGroup {
 
     fn abort(&self, reason: &str) {
         self.lifecycle.abort(reason);
+        if let Ok(engine) = self.lifecycle.engine() {
+            engine.driver().abort(reason);
+        }
     }
 
     fn error(&self) -> Option<Error> {

@@ -615,17 +615,22 @@ impl Link {
         self.wake();
     }
 
-    /// Ends the child if a group has not ended in time what it failed with. When to look again.
+    /// Ends the child if a group has not ended in time what it failed with: with a word to the other ranks, if they may not have been told.
+    /// When to look again.
     pub(crate) fn look_at_bounds(&self) -> Option<Instant> {
-        let mut bounds = std::mem::take(&mut self.lock().bounds);
-        bounds.retain(|bound| bound.engine.upgrade().is_some_and(|e| e.driver().is_busy(false)));
-        if let Some(late) = bounds.iter().find(|bound| time_left(bound.until).is_zero()) {
-            self.end(late.failure.clone(), None, Duration::ZERO);
-            return None;
+        let bounds = std::mem::take(&mut self.lock().bounds);
+        for bound in bounds {
+            let engine = bound.engine.upgrade();
+            let Some(engine) = engine.filter(|engine| engine.driver().is_busy(false)) else {
+                continue;
+            };
+            if !time_left(bound.until).is_zero() {
+                self.lock().bounds.push(bound);
+            } else if !engine.driver().end_left(None) {
+                self.end(bound.failure, None, Duration::ZERO);
+            }
         }
-        let next = bounds.iter().map(|bound| bound.until).min();
-        self.lock().bounds.extend(bounds);
-        next
+        self.lock().bounds.iter().map(|bound| bound.until).min()
     }
 
     pub(crate) fn ending(&self) -> Option<Ending> {

@@ -332,6 +332,8 @@ fn no_leaks() {
                             .recv(group.alloc(DType::F32, &[9]).unwrap(), 1 - rank, 2)
                             .unwrap(),
                     );
+                    // The other one hears at once that this one drops them.
+                    store.barrier("pending", 2, soon()).unwrap();
                 }
                 "configure again" => {
                     group.configure(configuration(store, 2, rank, 2)).unwrap();
