@@ -1,5 +1,6 @@
 //! Ranks as threads over gloo, for the tests of the quantised group.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(dead_code, reason = "every test binary uses a part of it")]
 
 use std::sync::Arc;
