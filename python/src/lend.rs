@@ -235,12 +235,18 @@ fn from_buffer(
 }
 
 fn unknown(what: &dyn Fn() -> String, format: &str) -> Error {
-    let is_complex = format.contains("complex") || format.trim_start_matches(['<', '>', '=', '@']).starts_with('Z');
+    let is_complex =
+        format.contains("complex") || format.trim_start_matches(['<', '>', '=', '@']).starts_with('Z');
     let instead = match is_complex {
-        true => "; pass its real and imaginary parts as pairs: torch.view_as_real(x), or x.view('f4') and 'f8' of a NumPy array",
+        true => {
+            "; pass its real and imaginary parts as pairs: torch.view_as_real(x), or x.view('f4') and 'f8' of a NumPy array"
+        }
         false => "",
     };
-    Error::unsupported(format!("{} holds '{format}', which no operation takes{instead}", what()))
+    Error::unsupported(format!(
+        "{} holds '{format}', which no operation takes{instead}",
+        what()
+    ))
 }
 
 /// For an array of bf16 or fp8 (as ml_dtypes defines them for NumPy): the type, and the same memory as integers.

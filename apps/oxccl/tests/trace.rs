@@ -52,6 +52,16 @@ fn as_a_rank() {
             tensors: vec![Tensor::from_vec(vec![1f32; 8])],
             root,
         };
+        // A rank writes its record once the group fails, so the others are inside before one does something else.
+        let meets = seq == AT && matches!(scene.as_str(), "count" | "operation" | "root" | "skip" | "killed");
+        if meets && odd {
+            let inside = |rank| folder.join(format!("inside-{rank}")).exists();
+            let until = deadline_in(Duration::from_secs(60));
+            while !(0..WORLD).all(|rank| rank == ODD || inside(rank)) {
+                assert!(Instant::now() < until, "the others do not come");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
         let op = match (scene.as_str(), odd) {
             ("count", true) => all_reduce(9),
             ("operation", true) => Collective::Barrier,
@@ -80,21 +90,11 @@ fn as_a_rank() {
             _ => Duration::from_secs(60),
         };
         let options = SubmitOptions::by(deadline_in(patience));
-        // A rank writes its record once the group fails, so the others are inside before one does something else.
-        let meets = seq == AT && matches!(scene.as_str(), "count" | "operation" | "root" | "skip");
         let is_done = if meets && !odd {
             let work = group.run(op, options);
             std::fs::write(folder.join(format!("inside-{rank}")), "").unwrap();
             work.is_ok_and(|work| work.wait_done().is_ok())
         } else {
-            if meets {
-                let inside = |rank| folder.join(format!("inside-{rank}")).exists();
-                let until = deadline_in(Duration::from_secs(60));
-                while !(0..WORLD).all(|rank| rank == ODD || inside(rank)) {
-                    assert!(Instant::now() < until, "the others do not come");
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-            }
             group.run_blocking(op, options).is_ok()
         };
         if !is_done {

@@ -50,7 +50,7 @@ impl Job for Call {
             return self.op;
         }
         give_up(self.op.into_tensors(), self.staged);
-        // Without the tensors, which nobody gets back.
+        // Without the tensors, which are given up.
         Collective::Barrier
     }
 }

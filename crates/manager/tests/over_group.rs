@@ -261,6 +261,15 @@ fn two_ranks(name: &str, url: &str, run: impl Fn(u32, Manager) -> Model + Sync) 
     })
 }
 
+/// Sets the flag when it goes.
+struct Sets<'a>(&'a AtomicBool);
+
+impl Drop for Sets<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
 #[test]
 fn both_ranks_of_a_replica_heal_over_their_own_group_from_the_same_source() {
     let lighthouse = lighthouse(2);
@@ -285,13 +294,15 @@ fn both_ranks_of_a_replica_heal_over_their_own_group_from_the_same_source() {
                 })
             })
         });
+        // Also if what follows panics: the scope waits for them.
+        let ends = Sets(stop);
         until("steps of two", || commits.load(Ordering::SeqCst) > 20);
         let new = two_ranks("c", url, |_, mut m| {
             let mut state = Model::new(100, 0.0);
             joins(&mut m, &mut state);
             state
         });
-        stop.store(true, Ordering::SeqCst);
+        drop(ends);
         let own = new.map(|s| s.own);
         assert!(own == [2.0, 2.1] || own == [3.0, 3.1], "{own:?}");
         drop(old.map(|h| h.join()));
