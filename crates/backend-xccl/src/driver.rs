@@ -15,6 +15,7 @@ use ftcore::engine::{self, Channel, Driver, Ended, Label, Place, Rules, SpinBudg
 use ftcore::lifecycle::{Engine as _, part_from};
 use ftcore::{Completion, Error, ErrorKind, Result, Tensor, deadline_in, time_left};
 
+use crate::agreement::{self, Record};
 use crate::call::{Call, Split, Task};
 use crate::comms::Comms;
 use crate::notices::{self, Message};
@@ -60,6 +61,8 @@ pub(crate) struct Parts {
     pub(crate) counters: Arc<Counters>,
     /// Whether contributors are counted.
     pub(crate) counted: bool,
+    /// Whether ranks compare their collectives first.
+    pub(crate) detects: bool,
     /// Where ranks of one host write down who contributes.
     pub(crate) tally: Option<Tally>,
     /// Of a group on a device.
@@ -113,6 +116,7 @@ pub(crate) struct XcclDriver {
     channel: Option<notices::Channel>,
     counters: Arc<Counters>,
     counted: bool,
+    detects: bool,
     tally: Option<Tally>,
     pub(crate) side: Option<Arc<Side>>,
     spins: SpinBudget,
@@ -131,6 +135,7 @@ impl XcclDriver {
             channel,
             counters,
             counted,
+            detects,
             tally,
             side,
         } = parts;
@@ -146,6 +151,7 @@ impl XcclDriver {
             channel,
             counters,
             counted,
+            detects,
             tally,
             side,
             spins: match (place.world, spare) {
@@ -225,6 +231,7 @@ impl XcclDriver {
             ..
         } = call;
         let count = op.count();
+        let record = self.detects.then(|| Record::of(&op, self.place));
         let (recipe, dtype, tensors) = match Recipe::of(op) {
             Ok(parts) => parts,
             Err(error) => return ticket.refuse(error, Vec::new()),
@@ -240,7 +247,7 @@ impl XcclDriver {
         let content = dtype.map_or(String::new(), |dtype| format!("{count} elements of {dtype}"));
         let message = self.message(&recipe, number);
         let result = self
-            .meet(&recipe, message, number, &content, deadline)
+            .meet(&recipe, message, number, record.as_ref(), &content, deadline)
             .and_then(|()| {
                 let link = match message {
                     Some(_) => comms.messages(),
@@ -305,25 +312,34 @@ impl XcclDriver {
     }
 
     /// What happens before any call of the library: oneCCL stalls everything between two ranks, collectives too, behind a message that
-    /// is not received yet. So both ends of one agree first; until then neither is in a call, and can be ended.
+    /// is not received yet. So both ends of one agree first; until then neither is in a call, and can be ended. So do all ranks of a
+    /// collective that has a `record`.
     fn meet(
         &self,
         recipe: &Recipe,
         message: Option<Message>,
         number: u64,
+        record: Option<&Record>,
         content: &str,
         deadline: Instant,
     ) -> Result<()> {
         let Some(channel) = &self.channel else {
             return Ok(());
         };
-        if let Recipe::MonitoredBarrier { wait_all } = *recipe {
-            return channel.monitored_barrier(number, wait_all, deadline);
-        }
-        let Some(message) = message else { return Ok(()) };
         let over = || self.over.load(Ordering::Acquire);
         // The deadline is the engine's, which says what was waited for.
         let late = deadline.checked_add(LAST_ONES).unwrap_or(deadline);
+        let record = record.filter(|_| message.is_none());
+        record.map_or(Ok(()), |record| agreement::post(channel, record, number, late))?;
+        if let Recipe::MonitoredBarrier { wait_all } = *recipe {
+            // It waits for all by itself, and names who is missing; ranks that call something else compare.
+            return channel.monitored_barrier(number, wait_all, deadline);
+        }
+        let Some(message) = message else {
+            return record.map_or(Ok(()), |record| {
+                agreement::compare(channel, record, number, late, over)
+            });
+        };
         match recipe {
             Recipe::Send { .. } => channel.offer(message, content, late, over),
             _ => channel.accept(message, content, late, over),
@@ -485,6 +501,7 @@ mod tests {
             channel,
             counters: Arc::default(),
             counted: false,
+            detects: false,
             tally: None,
             side: None,
         };

@@ -22,15 +22,19 @@ use crate::{probe, rendezvous, route};
 ///   counted, its thread given up, and no group of this process can be configured again. Neither `Abort` nor `Reconfigure`
 ///   is advertised; an isolated group, which kills a child process instead, has both;
 /// - a failure on one rank is told to the others through the store, within about a quarter of a second;
-/// - ranks that call different collectives are not found out: they hang until their deadlines, or worse;
+/// - ranks that call different collectives hang until their deadlines, or worse, unless the hint `mismatch_detection` is `on`: then each of them
+///   gets `Mismatch` before any is in oneCCL;
 /// - `shutdown` waits up to two seconds for the other ranks to leave too, so that communicators can be destroyed.
 pub struct XcclGroup(Member);
 
 /// What groups on host memory offer.
-pub(crate) fn capabilities(counted: bool) -> Capabilities {
+pub(crate) fn capabilities(settings: &Settings) -> Capabilities {
     let mut features = FeatureSet::of(&[Feature::Split]);
-    if counted {
+    if settings.counted {
         features = features.with(Feature::Contributors);
+    }
+    if settings.detects {
+        features = features.with(Feature::MismatchDetection);
     }
     Capabilities {
         ops: OpSet::of(&OpKind::ALL),
@@ -104,7 +108,7 @@ impl XcclGroup {
     }
 
     fn with(name: String, settings: Settings) -> Self {
-        let capabilities = capabilities(settings.counted);
+        let capabilities = capabilities(&settings);
         Self(Member::new(name, settings, capabilities))
     }
 }

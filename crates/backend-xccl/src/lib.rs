@@ -8,6 +8,7 @@
 //!
 //! Linking this crate registers the backend `xccl` for `cpu` and `xpu`, and the device kind `xpu`.
 
+mod agreement;
 mod call;
 mod comms;
 mod driver;
@@ -32,6 +33,8 @@ use std::sync::Arc;
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, Error, GroupOptions, ProcessGroup, Result};
 
+use crate::options::Settings;
+
 pub use group::XcclGroup;
 pub use xpu::{XcclXpuFactory, XpuGroup};
 
@@ -45,7 +48,7 @@ impl BackendFactory for XcclFactory {
     }
 
     fn capabilities(&self) -> Capabilities {
-        group::capabilities(true)
+        group::capabilities(&Settings::default())
     }
 
     fn library(&self) -> Option<String> {

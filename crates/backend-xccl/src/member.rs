@@ -76,6 +76,7 @@ impl Member {
             channel,
             counters: self.counters.clone(),
             counted: self.settings.counted,
+            detects: self.settings.detects,
             tally,
             side,
         };

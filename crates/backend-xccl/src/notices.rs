@@ -12,7 +12,7 @@ use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
 /// How long one look for a notice lasts: what a rank's own failure may take until it is told from another thread.
 const LOOK: Duration = Duration::from_millis(200);
 /// A store that does not answer by then is not told.
-const TELLING: Duration = Duration::from_millis(500);
+pub(crate) const TELLING: Duration = Duration::from_millis(500);
 /// Beyond the deadline of a monitored barrier, for rank 0's verdict.
 const GRACE: Duration = Duration::from_secs(2);
 /// Longer texts are cut: they come from another process.
@@ -40,6 +40,14 @@ impl Channel {
 
     pub(crate) fn store(&self) -> &Arc<dyn Store> {
         &self.store
+    }
+
+    pub(crate) fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    pub(crate) fn world(&self) -> u32 {
+        self.world
     }
 
     pub(crate) fn key(&self, name: &str) -> String {
@@ -174,7 +182,9 @@ impl Channel {
     ) -> Result<()> {
         self.store
             .set(&self.message(message, "offer"), content.as_bytes(), deadline)?;
-        let answer = self.await_key(&self.message(message, "answer"), deadline, over)?;
+        let answer = self
+            .await_keys(&[self.message(message, "answer")], deadline, over)?
+            .concat();
         match answer.as_slice() {
             b"go" => Ok(()),
             other => Err(mismatch(content, &clean(other), message.to)),
@@ -189,7 +199,9 @@ impl Channel {
         deadline: Instant,
         over: impl Fn() -> bool,
     ) -> Result<()> {
-        let offered = self.await_key(&self.message(message, "offer"), deadline, over)?;
+        let offered = self
+            .await_keys(&[self.message(message, "offer")], deadline, over)?
+            .concat();
         let fits = offered == content.as_bytes();
         let answer = if fits { "go" } else { content };
         self.store
@@ -209,9 +221,16 @@ impl Channel {
         }
     }
 
-    fn await_key(&self, key: &str, deadline: Instant, over: impl Fn() -> bool) -> Result<Vec<u8>> {
+    /// The values of `keys`, once all of them are there. `over` is asked a few times a second whether there is no point any more.
+    pub(crate) fn await_keys(
+        &self,
+        keys: &[String],
+        deadline: Instant,
+        over: impl Fn() -> bool,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         loop {
-            match self.store.get(key, deadline.min(deadline_in(LOOK))) {
+            match self.store.multi_get(&keys, deadline.min(deadline_in(LOOK))) {
                 Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < deadline && !over() => {}
                 result => return result,
             }

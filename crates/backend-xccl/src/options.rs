@@ -7,6 +7,9 @@
 //!   and with `call`, counting costs small all-reduces two copies and large ones a second, tiny one. Off, averages divide by the
 //!   world size and the feature is not advertised. All ranks must say the same.
 //!
+//! - hint `mismatch_detection`: `off` (the default) or `on`. On, all ranks compare what they call before each collective, through the store
+//!   (`agreement`), and the feature is advertised. All ranks must say the same.
+//!
 //! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels; oneCCL's C API takes none of
 //! them, on any device.
 
@@ -19,6 +22,7 @@ pub(crate) const HONOURED: &[&str] = &[
     "net_name",
     "blocking",
     "hint:contributors",
+    "hint:mismatch_detection",
     "variable:PATH",
     "variable:STDOUT",
     "variable:PLUGIN_CHOSEN",
@@ -31,6 +35,19 @@ pub(crate) struct Settings {
     pub(crate) counted: bool,
     /// Beside the data, where the ranks share a host.
     pub(crate) beside: bool,
+    /// Whether ranks compare their collectives before they call the library.
+    pub(crate) detects: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            timeout: GroupOptions::default().timeout,
+            counted: true,
+            beside: true,
+            detects: false,
+        }
+    }
 }
 
 impl Settings {
@@ -53,6 +70,15 @@ impl Settings {
                 )));
             }
         };
+        let detects = match options.hints.get("mismatch_detection").map(String::as_str) {
+            None | Some("off") => false,
+            Some("on") => true,
+            Some(other) => {
+                return Err(Error::invalid(format!(
+                    "option mismatch_detection is '{other}'; it can be on or off"
+                )));
+            }
+        };
         if let Some(name) = &options.net_name {
             oneccl_sys::environment::use_interface(name).map_err(|(variable, value)| {
                 Error::new(
@@ -67,6 +93,7 @@ impl Settings {
             timeout: options.timeout,
             counted,
             beside,
+            detects,
         })
     }
 }
@@ -85,6 +112,13 @@ mod tests {
         assert!(!Settings::new(o.clone()).unwrap().counted);
         o.hints.insert("contributors".into(), "perhaps".into());
         assert!(Settings::new(o.clone()).is_err());
+        o.hints.clear();
+        assert!(!Settings::new(o.clone()).unwrap().detects);
+        o.hints.insert("mismatch_detection".into(), "on".into());
+        assert!(Settings::new(o.clone()).unwrap().detects);
+        o.hints.insert("mismatch_detection".into(), "true".into());
+        let e = Settings::new(o.clone()).unwrap_err();
+        assert!(e.to_string().contains("mismatch_detection is 'true'"), "{e}");
         o.hints.clear();
         o.blocking = Some(false);
         assert!(

@@ -35,8 +35,8 @@ pub struct XpuGroup {
 }
 
 /// What groups on `xpu` memory offer, with messages or without.
-fn capabilities(counted: bool, has_messages: bool) -> Capabilities {
-    let host = group::capabilities(counted);
+fn capabilities(settings: &Settings, has_messages: bool) -> Capabilities {
+    let host = group::capabilities(settings);
     let mut ops = host.ops;
     let mut notes = host.notes;
     let mut say = |operation: &'static str, text: &'static str| {
@@ -108,7 +108,7 @@ impl XpuGroup {
     }
 
     fn with(name: String, xpu: Arc<Xpu>, settings: Settings) -> Self {
-        let capabilities = capabilities(settings.counted, !xpu.is_cpu);
+        let capabilities = capabilities(&settings, !xpu.is_cpu);
         Self {
             xpu,
             member: Member::new(name, settings, capabilities),
@@ -192,7 +192,7 @@ impl BackendFactory for XcclXpuFactory {
 
     /// Of device 0; without one, what a GPU would offer.
     fn capabilities(&self) -> Capabilities {
-        capabilities(true, !Xpu::open(0).is_ok_and(|xpu| xpu.is_cpu))
+        capabilities(&Settings::default(), !Xpu::open(0).is_ok_and(|xpu| xpu.is_cpu))
     }
 
     fn library(&self) -> Option<String> {
