@@ -24,6 +24,7 @@ pub(crate) fn capabilities(
     version: Version,
     chip_reduces_fp8: bool,
     counts_contributors: bool,
+    detects: bool,
 ) -> Capabilities {
     let numbers: Vec<DType> = WHOLE.into_iter().chain(FLOATS).collect();
     let with_bool: Vec<DType> = numbers.iter().copied().chain([DType::Bool]).collect();
@@ -57,6 +58,9 @@ pub(crate) fn capabilities(
     ];
     if counts_contributors {
         features.push(Feature::Contributors);
+    }
+    if detects {
+        features.push(Feature::MismatchDetection);
     }
     Capabilities {
         ops: OpSet::of(&OpKind::ALL),
@@ -116,12 +120,13 @@ mod tests {
 
     #[test]
     fn eight_bit_floats_need_a_new_library_and_a_new_chip() {
-        let reduces = |version, chip| capabilities(version, chip, true).reduces(ReduceOp::Sum, DType::F8E4M3);
+        let reduces =
+            |version, chip| capabilities(version, chip, true, false).reduces(ReduceOp::Sum, DType::F8E4M3);
         assert!(reduces(Version::new(2, 24, 3), true));
         assert!(!reduces(Version::new(2, 23, 4), true));
         assert!(!reduces(Version::new(2, 30, 7), false));
         assert!(
-            capabilities(Version::new(2, 19, 3), false, true)
+            capabilities(Version::new(2, 19, 3), false, true, false)
                 .moves
                 .contains(DType::F8E5M2)
         );

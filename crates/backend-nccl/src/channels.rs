@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::{Held, Ticket, spawn};
-use ftcore::{Collective, Completion, DType, Error, ErrorKind, Event, Result, Stream, time_left};
+use ftcore::{Collective, Completion, DType, Error, ErrorKind, Event, Result, Stream, agreement, time_left};
 use nccl_sys::{UniqueId, dtype};
 
 use crate::cuda::event::CudaEvent;
@@ -38,6 +38,16 @@ struct Message {
 struct Key {
     peer: u32,
     outgoing: bool,
+}
+
+impl Key {
+    /// The ranks of sender and receiver.
+    fn ends(self, own: u32) -> (u32, u32) {
+        match self.outgoing {
+            true => (own, self.peer),
+            false => (self.peer, own),
+        }
+    }
 }
 
 struct Channel {
@@ -184,11 +194,11 @@ fn start(shared: &Arc<Shared>, key: Key) -> Result<Channel> {
     let way = if key.outgoing { "to" } else { "from" };
     spawn(&format!("ox-nccl-{way}-{}", key.peer), move || {
         // Ends with the last sender, which goes with the driver.
-        for message in incoming {
+        for (number, message) in (0..).zip(incoming) {
             let Some(shared) = Weak::upgrade(&weak) else {
                 return;
             };
-            if let Err(error) = carry(&shared, key, &cell, &stream, &message) {
+            if let Err(error) = carry(&shared, key, &cell, &stream, &message, number) {
                 // At its deadline the engine says what it waited for.
                 if error.kind() != ErrorKind::Timeout || !time_left(message.deadline).is_zero() {
                     message.parcel.fail(error);
@@ -209,8 +219,16 @@ fn carry(
     cell: &Arc<OnceLock<Comm>>,
     stream: &CudaStream,
     message: &Message,
+    number: u64,
 ) -> Result<()> {
     let stop = || shared.failure();
+    if let Some(agreement) = &shared.agreement {
+        let (from, to) = key.ends(shared.place.rank);
+        let count = message.span.bytes() / message.dtype.size();
+        let content = format!("{count} elements of {}", message.dtype);
+        let place = agreement::Message { from, to, number };
+        agreement.meet(place, &content, message.deadline, || stop().is_some())?;
+    }
     let _inside = shared.gpu.enter()?;
     let comm = match cell.get() {
         Some(comm) => comm,
@@ -256,12 +274,7 @@ fn carry(
 /// The channel's communicator of two: the sender is rank 0 and makes the id.
 fn connect(shared: &Shared, key: Key, deadline: Instant) -> Result<Comm> {
     let nccl = nccl()?;
-    let own = shared.place.rank;
-    let (from, to) = if key.outgoing {
-        (own, key.peer)
-    } else {
-        (key.peer, own)
-    };
+    let (from, to) = key.ends(shared.place.rank);
     let c = &shared.configuration;
     let name = format!("{}/{}/channel-{from}-{to}", c.prefix, c.epoch);
     let id = if key.outgoing {

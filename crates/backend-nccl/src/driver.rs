@@ -1,22 +1,26 @@
 //! What NCCL gives the engine to work with: how an operation gets onto the device, how everything is aborted, how it ends.
 //!
 //! Operations are enqueued on the thread that submits them: collectives on the group's stream (`enqueue`), messages in channels of
-//! their own (`channels`), monitored barriers over the control connections. `ox-nccl-watch` sees them end and asks for asynchronous
+//! their own (`channels`), monitored barriers over the control connections. Where ranks compare what they call, a thread enqueues
+//! collectives once they have (`compared`). `ox-nccl-watch` sees them end and asks for asynchronous
 //! errors. After a failure the other ranks are told, and `ox-nccl-abort` aborts the communicators, which may take as long as the
 //! library likes: the engine waits no longer than [`GRACE`]. Until the library has let go, events prove nothing, and memory stays
 //! here (INV-8).
 
 use std::collections::BTreeMap;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{SendError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
+use ftcore::agreement::Agreement;
 use ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
 use ftcore::{
-    Collective, Completion, Configuration, Error, Event, OpKind, Result, Traffic, deadline_in, time_left,
+    Collective, Completion, Configuration, Error, ErrorKind, Event, OpKind, Result, Traffic, deadline_in,
+    time_left,
 };
 
 use crate::channels::{self, Channels};
+use crate::compared::{self, Waiting};
 use crate::control::{Control, Line, Listener, Notice};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::CudaStream;
@@ -79,6 +83,9 @@ pub(crate) struct Shared {
     pub(crate) counters: Arc<Counters>,
     pub(crate) channels: Arc<Channels>,
     pub(crate) in_flight: InFlight<NcclDriver>,
+    /// Where the ranks compare what they call, and where collectives wait for that.
+    pub(crate) agreement: Option<Agreement>,
+    waiting: Option<Sender<Waiting>>,
     control: Option<Arc<Control>>,
     /// Held while an operation is enqueued or the communicator is split: NCCL takes one such call at a time.
     order: Mutex<()>,
@@ -131,7 +138,12 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
     let asked = (i.comm.clone(), channels.clone());
     let ask = move || asked.0.state().and_then(|_| asked.1.check()).err();
     let begin = || {
-        let shared = Shared {
+        let (sender, waiting) = compared::queue();
+        let agreement =
+            (i.settings.detects && place.world > 1).then(|| compared::agreement(&i.configuration));
+        let shared = Arc::new(Shared {
+            waiting: agreement.is_some().then_some(sender),
+            agreement,
             place,
             stream: CudaStream::new(&i.gpu, i.settings.high_priority)?,
             in_flight: InFlight::start("ox-nccl-watch", ask)?,
@@ -145,13 +157,16 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
             order: Mutex::default(),
             barriers: Mutex::default(),
             failure: OnceLock::new(),
-        };
+        });
+        if shared.waiting.is_some() {
+            compared::start(&shared, waiting)?;
+        }
         let rules = Rules {
             depth: usize::MAX,
             grace: GRACE,
             gives_up: true,
         };
-        Engine::start("ox-nccl-end", place, rules, NcclDriver(Arc::new(shared)))
+        Engine::start("ox-nccl-end", place, rules, NcclDriver(shared))
     };
     let engine = begin().inspect_err(|error| {
         if let Some(control) = &control {
@@ -235,9 +250,28 @@ impl Shared {
 }
 
 impl NcclDriver {
+    /// Over what its threads work with.
+    pub(crate) fn of(shared: Arc<Shared>) -> Self {
+        Self(shared)
+    }
+
     /// What its threads work with.
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.0
+    }
+
+    /// Enqueues an operation that is no message.
+    pub(crate) fn begin(
+        &self,
+        held: Held,
+        contribute: bool,
+        after: Option<&dyn Event>,
+        ticket: Ticket<Self>,
+    ) {
+        match held.op().map(Collective::kind) {
+            Some(OpKind::MonitoredBarrier) => self.enter_barrier(ticket),
+            _ => self.collective(held, contribute, after, ticket),
+        }
     }
 
     fn collective(&self, mut held: Held, contribute: bool, after: Option<&dyn Event>, ticket: Ticket<Self>) {
@@ -313,14 +347,33 @@ impl Driver for NcclDriver {
     type Job = Call;
 
     fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
-        let (kind, held) = (call.op.kind(), Held::new(call.op, IN_DOUBT));
+        let Call {
+            op,
+            contribute,
+            after,
+        } = call;
+        let (kind, held) = (op.kind(), Held::new(op, IN_DOUBT));
         if let Some(error) = self.0.failure() {
             return ticket.fail(error, held.free());
         }
-        match kind {
-            OpKind::MonitoredBarrier => self.enter_barrier(ticket),
-            kind if kind.is_p2p() => channels::send_off(&self.0, held, call.after, ticket),
-            _ => self.collective(held, call.contribute, call.after.as_deref(), ticket),
+        if kind.is_p2p() {
+            return channels::send_off(&self.0, held, after, ticket);
+        }
+        let Some(waiting) = &self.0.waiting else {
+            return self.begin(held, contribute, after.as_deref(), ticket);
+        };
+        let one = Waiting {
+            held,
+            contribute,
+            after,
+            ticket,
+        };
+        if let Err(SendError(one)) = waiting.send(one) {
+            let error = Error::new(
+                ErrorKind::Internal,
+                "the thread that compares collectives has ended",
+            );
+            one.ticket.fail(error, one.held.free());
         }
     }
 

@@ -183,7 +183,12 @@ impl Backend for NcclBackend {
         let gpu = Gpu::open(device.index)?;
         let _inside = gpu.enter()?;
         gpu.prepare()?;
-        let capabilities = capabilities(version, gpu.native_fp8(), settings.count_contributors);
+        let capabilities = capabilities(
+            version,
+            gpu.native_fp8(),
+            settings.count_contributors,
+            settings.detects,
+        );
         Ok(Self {
             device: device.clone(),
             settings,

@@ -16,6 +16,7 @@
 mod bounded;
 mod capability;
 mod channels;
+mod compared;
 mod control;
 mod cuda;
 mod driver;
@@ -49,7 +50,7 @@ impl BackendFactory for NcclFactory {
     /// What the library at hand offers on device 0; without a library, what the oldest supported one would.
     fn capabilities(&self) -> Capabilities {
         let version = raw::nccl().map_or(OLDEST, raw::Nccl::version);
-        capability::capabilities(version, probe::native_fp8(), true)
+        capability::capabilities(version, probe::native_fp8(), true, false)
     }
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Credentials, Error, GroupOptions, Result};
+use ftcore::{Credentials, Error, GroupOptions, Result, agreement};
 use nccl_sys::{Config, Version};
 
 use crate::raw::Wish;
@@ -31,6 +31,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         HINT_CONTRIBUTORS,
         HINT_CREDENTIALS,
         HINT_ENCRYPT,
+        agreement::OPTION,
         "variable:PATH",
         "variable:HOST",
     ];
@@ -48,6 +49,8 @@ pub(crate) struct Settings {
     pub(crate) high_priority: bool,
     /// False: every rank always contributes.
     pub(crate) count_contributors: bool,
+    /// Whether ranks compare what they call before it is enqueued.
+    pub(crate) detects: bool,
     /// What ranks prove to each other.
     pub(crate) credentials: Option<Arc<Credentials>>,
     wish: Wish,
@@ -87,6 +90,7 @@ impl Settings {
                 "net_name holds a zero byte, which NCCL cannot be told",
             ));
         }
+        let detects = agreement::is_asked_for(&options)?;
         let credentials = options.credentials()?;
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -103,6 +107,7 @@ impl Settings {
             timeout: options.timeout,
             high_priority: options.is_high_priority_stream.unwrap_or(false),
             count_contributors,
+            detects,
             credentials,
             wish,
             version,
@@ -124,6 +129,7 @@ impl Settings {
             u64::from(crate::control::VERSION),
             u64::from(self.version.0 / 100),
             u64::from(self.count_contributors),
+            u64::from(self.detects),
             u64::from(u16::from_ne_bytes([1, 0])),
         ];
         parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
@@ -176,11 +182,17 @@ mod tests {
     }
 
     #[test]
-    fn groups_that_count_and_groups_that_do_not_cannot_meet() {
-        let mut all = GroupOptions::default();
-        all.hints.insert("contributors".into(), "all".into());
-        let a = Settings::new(GroupOptions::default(), NEW).unwrap().constants();
-        let b = Settings::new(all, NEW).unwrap().constants();
-        assert_ne!(a, b);
+    fn groups_that_count_or_compare_and_groups_that_do_not_cannot_meet() {
+        let constants = |hint: &[(&str, &str)]| {
+            let mut options = GroupOptions::default();
+            let hints = hint
+                .iter()
+                .map(|(name, value)| (name.to_string(), value.to_string()));
+            options.hints.extend(hints);
+            Settings::new(options, NEW).unwrap().constants()
+        };
+        assert_ne!(constants(&[]), constants(&[("contributors", "all")]));
+        assert_ne!(constants(&[]), constants(&[("mismatch_detection", "on")]));
+        assert_eq!(constants(&[]), constants(&[("mismatch_detection", "off")]));
     }
 }

@@ -11,14 +11,14 @@ use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::agreement::{Agreement, Message, Record};
 use ftcore::engine::{self, Channel, Driver, Ended, Label, Place, Rules, SpinBudget, Stage, Ticket, spawn};
 use ftcore::lifecycle::{Engine as _, part_from};
 use ftcore::{Completion, Error, ErrorKind, Result, Tensor, deadline_in, time_left};
 
-use crate::agreement::{self, Record};
 use crate::call::{Call, Split, Task};
 use crate::comms::Comms;
-use crate::notices::{self, Message};
+use crate::notices;
 use crate::ops::{self, Count};
 use crate::raw::exit::{Leaving, Stuck};
 use crate::raw::lent::{Held, Lent, lend};
@@ -114,6 +114,7 @@ pub(crate) struct XcclDriver {
     /// The group has failed or left: nothing is listened for.
     over: Arc<AtomicBool>,
     channel: Option<notices::Channel>,
+    agreement: Option<Agreement>,
     counters: Arc<Counters>,
     counted: bool,
     detects: bool,
@@ -148,6 +149,7 @@ impl XcclDriver {
                 ..Desk::default()
             }),
             over: Arc::default(),
+            agreement: channel.as_ref().map(|channel| channel.agreement(place)),
             channel,
             counters,
             counted,
@@ -282,10 +284,6 @@ impl XcclDriver {
                     },
                     contributors,
                 });
-                if let (Recipe::Send { .. }, Some(message), Some(channel)) = (recipe, message, &self.channel)
-                {
-                    channel.forget(message);
-                }
             }
             Err(error) => {
                 let mut tensors = memory.take();
@@ -323,26 +321,22 @@ impl XcclDriver {
         content: &str,
         deadline: Instant,
     ) -> Result<()> {
-        let Some(channel) = &self.channel else {
+        let (Some(channel), Some(agreement)) = (&self.channel, &self.agreement) else {
             return Ok(());
         };
         let over = || self.over.load(Ordering::Acquire);
         // The deadline is the engine's, which says what was waited for.
         let late = deadline.checked_add(LAST_ONES).unwrap_or(deadline);
         let record = record.filter(|_| message.is_none());
-        record.map_or(Ok(()), |record| agreement::post(channel, record, number, late))?;
+        record.map_or(Ok(()), |record| agreement.post(record, number, late))?;
         if let Recipe::MonitoredBarrier { wait_all } = *recipe {
             // It waits for all by itself, and names who is missing; ranks that call something else compare.
             return channel.monitored_barrier(number, wait_all, deadline);
         }
-        let Some(message) = message else {
-            return record.map_or(Ok(()), |record| {
-                agreement::compare(channel, record, number, late, over)
-            });
-        };
-        match recipe {
-            Recipe::Send { .. } => channel.offer(message, content, late, over),
-            _ => channel.accept(message, content, late, over),
+        match message {
+            Some(message) => agreement.meet(message, content, late, over),
+            None if record.is_some() => agreement.compare(number, late, over),
+            None => Ok(()),
         }
     }
 

@@ -8,7 +8,6 @@
 //!
 //! Linking this crate registers the backend `xccl` for `cpu` and `xpu`, and the device kind `xpu`.
 
-mod agreement;
 mod call;
 mod comms;
 mod driver;

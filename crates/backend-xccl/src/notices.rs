@@ -1,5 +1,4 @@
-//! What ranks tell each other beside oneCCL, through the store: failures, a barrier that names who is missing, leaves, and
-//! that both ends of a message are there.
+//! What ranks tell each other beside oneCCL, through the store: failures, a barrier that names who is missing, and leaves.
 //!
 //! oneCCL does not report the loss of a peer: a rank whose peer is gone waits for ever. So the first rank that fails writes why, and all
 //! others, who look for it a few times a second, fail with the same cause at once instead of at their deadlines (L27).
@@ -7,12 +6,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ftcore::agreement::Agreement;
+use ftcore::engine::Place;
 use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
 
 /// How long one look for a notice lasts: what a rank's own failure may take until it is told from another thread.
 const LOOK: Duration = Duration::from_millis(200);
 /// A store that does not answer by then is not told.
-pub(crate) const TELLING: Duration = Duration::from_millis(500);
+const TELLING: Duration = Duration::from_millis(500);
 /// Beyond the deadline of a monitored barrier, for rank 0's verdict.
 const GRACE: Duration = Duration::from_secs(2);
 /// Longer texts are cut: they come from another process.
@@ -42,12 +43,9 @@ impl Channel {
         &self.store
     }
 
-    pub(crate) fn rank(&self) -> u32 {
-        self.rank
-    }
-
-    pub(crate) fn world(&self) -> u32 {
-        self.world
+    /// What the ranks compare before they call the library.
+    pub(crate) fn agreement(&self, place: Place) -> Agreement {
+        Agreement::new(self.store.clone(), self.prefix.clone(), place)
     }
 
     pub(crate) fn key(&self, name: &str) -> String {
@@ -157,92 +155,6 @@ impl Channel {
     }
 }
 
-/// The place of a message: the `number`th from one rank to another.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Message {
-    pub(crate) from: u32,
-    pub(crate) to: u32,
-    pub(crate) number: u64,
-}
-
-impl Channel {
-    fn message(&self, message: Message, what: &str) -> String {
-        let Message { from, to, number } = message;
-        self.key(&format!("message/{from}-{to}/{number}/{what}"))
-    }
-
-    /// The sender's half of meeting the receiver: says what it has (`content`), and waits until that is wanted. `over` is asked
-    /// a few times a second whether there is no point any more.
-    pub(crate) fn offer(
-        &self,
-        message: Message,
-        content: &str,
-        deadline: Instant,
-        over: impl Fn() -> bool,
-    ) -> Result<()> {
-        self.store
-            .set(&self.message(message, "offer"), content.as_bytes(), deadline)?;
-        let answer = self
-            .await_keys(&[self.message(message, "answer")], deadline, over)?
-            .concat();
-        match answer.as_slice() {
-            b"go" => Ok(()),
-            other => Err(mismatch(content, &clean(other), message.to)),
-        }
-    }
-
-    /// The receiver's half: waits for the sender, and refuses what does not fit.
-    pub(crate) fn accept(
-        &self,
-        message: Message,
-        content: &str,
-        deadline: Instant,
-        over: impl Fn() -> bool,
-    ) -> Result<()> {
-        let offered = self
-            .await_keys(&[self.message(message, "offer")], deadline, over)?
-            .concat();
-        let fits = offered == content.as_bytes();
-        let answer = if fits { "go" } else { content };
-        self.store
-            .set(&self.message(message, "answer"), answer.as_bytes(), deadline)?;
-        if fits {
-            return Ok(());
-        }
-        Err(mismatch(&clean(&offered), content, message.from))
-    }
-
-    /// Forgets a message that has arrived.
-    pub(crate) fn forget(&self, message: Message) {
-        for what in ["offer", "answer"] {
-            let _ = self
-                .store
-                .delete(&self.message(message, what), deadline_in(TELLING));
-        }
-    }
-
-    /// The values of `keys`, once all of them are there. `over` is asked a few times a second whether there is no point any more.
-    pub(crate) fn await_keys(
-        &self,
-        keys: &[String],
-        deadline: Instant,
-        over: impl Fn() -> bool,
-    ) -> Result<Vec<Vec<u8>>> {
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        loop {
-            match self.store.multi_get(&keys, deadline.min(deadline_in(LOOK))) {
-                Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < deadline && !over() => {}
-                result => return result,
-            }
-        }
-    }
-}
-
-fn mismatch(sent: &str, received: &str, peer: u32) -> Error {
-    let text = format!("the sender has {sent}, the receiver expects {received}");
-    Error::new(ErrorKind::Mismatch, text).with_peer(peer)
-}
-
 /// "rank 2" or "ranks 2, 3".
 pub(crate) fn ranks(list: &[u32]) -> String {
     let names: Vec<String> = list.iter().map(ToString::to_string).collect();
@@ -329,37 +241,6 @@ mod tests {
             let e = read_notices(bytes);
             assert!(e.to_string().len() < 2 * LONGEST);
         }
-    }
-
-    #[test]
-    fn messages_meet_and_those_that_do_not_fit_are_refused_on_both_sides() {
-        let all = channels(2);
-        let message = |number| Message {
-            from: 0,
-            to: 1,
-            number,
-        };
-        let soon = || deadline_in(Duration::from_secs(10));
-        std::thread::scope(|scope| {
-            let sender = scope.spawn(|| {
-                all[0].offer(message(0), "f32 × 3", soon(), || false).unwrap();
-                all[0].forget(message(0));
-                all[0].offer(message(1), "f32 × 3", soon(), || false).unwrap_err()
-            });
-            all[1].accept(message(0), "f32 × 3", soon(), || false).unwrap();
-            let here = all[1]
-                .accept(message(1), "f32 × 4", soon(), || false)
-                .unwrap_err();
-            for e in [here, sender.join().unwrap()] {
-                assert_eq!(e.kind(), ErrorKind::Mismatch);
-                assert!(
-                    e.to_string().contains("f32 × 3") && e.to_string().contains("f32 × 4"),
-                    "{e}"
-                );
-            }
-        });
-        let e = all[0].offer(message(2), "x", soon(), || true).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Timeout);
     }
 
     #[test]

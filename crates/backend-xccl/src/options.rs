@@ -8,21 +8,21 @@
 //!   world size and the feature is not advertised. All ranks must say the same.
 //!
 //! - hint `mismatch_detection`: `off` (the default) or `on`. On, all ranks compare what they call before each collective, through the store
-//!   (`agreement`), and the feature is advertised. All ranks must say the same.
+//!   (`ftcore::agreement`), and the feature is advertised. All ranks must say the same.
 //!
 //! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels; oneCCL's C API takes none of
 //! them, on any device.
 
 use std::time::Duration;
 
-use ftcore::{Error, ErrorKind, GroupOptions, Result};
+use ftcore::{Error, ErrorKind, GroupOptions, Result, agreement};
 
 /// What groups on host memory act on.
 pub(crate) const HONOURED: &[&str] = &[
     "net_name",
     "blocking",
     "hint:contributors",
-    "hint:mismatch_detection",
+    agreement::OPTION,
     "variable:PATH",
     "variable:STDOUT",
     "variable:PLUGIN_CHOSEN",
@@ -70,15 +70,7 @@ impl Settings {
                 )));
             }
         };
-        let detects = match options.hints.get("mismatch_detection").map(String::as_str) {
-            None | Some("off") => false,
-            Some("on") => true,
-            Some(other) => {
-                return Err(Error::invalid(format!(
-                    "option mismatch_detection is '{other}'; it can be on or off"
-                )));
-            }
-        };
+        let detects = agreement::is_asked_for(&options)?;
         if let Some(name) = &options.net_name {
             oneccl_sys::environment::use_interface(name).map_err(|(variable, value)| {
                 Error::new(

@@ -6,6 +6,7 @@
 //! validation happens; a backend only ever sees valid input.
 
 mod address;
+pub mod agreement;
 mod cancel;
 mod capability;
 mod collective;
