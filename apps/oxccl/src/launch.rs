@@ -1,16 +1,17 @@
 //! `oxccl launch`: starts the replicas of this machine (and a lighthouse, unless there is one), restarts those that
 //! die, and says how it went.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
-use oxccl::launch::EventKind;
+use oxccl::launch::{EventKind, ReplicaEvent};
 use oxccl_launch::{
     ExitSummary, GiveUp, LighthouseSource, Outcome, OutputSink, RestartPolicy, StopReason, Supervisor,
     SupervisorConfig, SupervisorEvent, check_lighthouse,
@@ -125,6 +126,8 @@ const START: Duration = Duration::from_secs(30);
 const REACH: Duration = Duration::from_secs(10);
 /// How often the other nodes are looked after.
 const LOOK: Duration = Duration::from_secs(1);
+/// A commit is told at most so often.
+const COMMITS: Duration = Duration::from_secs(10);
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let replicas = arguments.replicas;
@@ -220,11 +223,17 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         supervisor.lighthouse(),
         run_dir.display()
     );
+    let mut shown = Shown {
+        ranks: arguments.ranks_per_replica,
+        tells: arguments.quiet,
+        sizes: BTreeMap::new(),
+        due: Instant::now(),
+    };
     let mut end = None;
     while !events.is_over() {
         match events.next_until(deadline_in(LOOK)) {
             Some(SupervisorEvent::Finished(outcome)) => end = Some(outcome),
-            Some(other) => show(&other, arguments.ranks_per_replica, arguments.quiet),
+            Some(other) => shown.show(&other),
             None => {}
         }
         if let Some(others_run) = met.as_ref().and_then(Rendezvous::others_run) {
@@ -366,63 +375,112 @@ fn output(ranks: u32, is_json: bool) -> OutputSink {
 }
 
 /// `tells`: what the processes wrote was not seen yet.
-fn show(event: &SupervisorEvent, ranks: u32, tells: bool) {
-    let next = |ms: &Option<u64>| match ms {
-        Some(ms) => format!("; restarting in {ms} ms"),
-        None => String::new(),
-    };
-    match event {
-        SupervisorEvent::LighthouseUp { url, .. } => tracing::debug!("lighthouse at {url}"),
-        SupervisorEvent::LighthouseExited {
-            exit,
-            tail,
-            restart_in_ms,
-            ..
-        } => {
-            say!("oxccl: the lighthouse ended ({exit}){}", next(restart_in_ms));
-            show_tail(tail);
-        }
-        SupervisorEvent::Spawned {
-            replica,
-            rank,
-            incarnation,
-            pid,
-            ..
-        } => {
-            let of = rank_of(*replica, *rank, ranks);
-            say!("oxccl: {of} started (incarnation {incarnation}, process {pid})");
-        }
-        SupervisorEvent::Exited {
-            replica,
-            rank,
-            incarnation,
-            status,
-            signal,
-            tail,
-            restart_in_ms,
-            ..
-        } => {
-            let exit = ExitSummary {
-                status: *status,
-                signal: *signal,
-            };
-            let of = rank_of(*replica, *rank, ranks);
-            say!(
-                "oxccl: {of} ended (incarnation {incarnation}, {exit}){}",
-                next(restart_in_ms)
-            );
-            if tells {
+/// What of the events is told as they come.
+struct Shown {
+    ranks: u32,
+    /// The end of a process's output is told, since the rest is not.
+    tells: bool,
+    /// Of the last quorum of each rank.
+    sizes: BTreeMap<(u32, u32), u32>,
+    /// When a commit is told again.
+    due: Instant,
+}
+
+impl Shown {
+    fn show(&mut self, event: &SupervisorEvent) {
+        let ranks = self.ranks;
+        let next = |ms: &Option<u64>| match ms {
+            Some(ms) => format!("; restarting in {ms} ms"),
+            None => String::new(),
+        };
+        match event {
+            SupervisorEvent::LighthouseUp { url, .. } => tracing::debug!("lighthouse at {url}"),
+            SupervisorEvent::LighthouseExited {
+                exit,
+                tail,
+                restart_in_ms,
+                ..
+            } => {
+                say!("oxccl: the lighthouse ended ({exit}){}", next(restart_in_ms));
                 show_tail(tail);
             }
-        }
-        SupervisorEvent::Replica(event) => match &event.kind {
-            EventKind::Error { text } => {
-                say!("oxccl: {}: {text}", rank_of(event.replica, event.rank, ranks));
+            SupervisorEvent::Spawned {
+                replica,
+                rank,
+                incarnation,
+                pid,
+                ..
+            } => {
+                let of = rank_of(*replica, *rank, ranks);
+                say!("oxccl: {of} started (incarnation {incarnation}, process {pid})");
             }
-            EventKind::Step { .. } => tracing::trace!("{event:?}"),
-            _ => tracing::debug!("{event:?}"),
-        },
-        SupervisorEvent::Finished(_) => {}
+            SupervisorEvent::Exited {
+                replica,
+                rank,
+                incarnation,
+                status,
+                signal,
+                tail,
+                restart_in_ms,
+                ..
+            } => {
+                let exit = ExitSummary {
+                    status: *status,
+                    signal: *signal,
+                };
+                let of = rank_of(*replica, *rank, ranks);
+                say!(
+                    "oxccl: {of} ended (incarnation {incarnation}, {exit}){}",
+                    next(restart_in_ms)
+                );
+                if self.tells {
+                    show_tail(tail);
+                }
+            }
+            SupervisorEvent::Replica(event) => {
+                tracing::trace!("{event:?}");
+                if let Some(text) = self.told(event) {
+                    say!("oxccl: {}: {text}", rank_of(event.replica, event.rank, ranks));
+                }
+            }
+            SupervisorEvent::Finished(_) => {}
+        }
+    }
+
+    /// What a replica reports, as far as it is told: a change of its quorum, a heal, an attempt that was lost, a commit now and then, its end.
+    fn told(&mut self, event: &ReplicaEvent) -> Option<String> {
+        match &event.kind {
+            EventKind::Quorum { epoch, step, size } => {
+                let before = self.sizes.insert((event.replica, event.rank), *size);
+                let replicas = if *size == 1 { "replica" } else { "replicas" };
+                (before != Some(*size))
+                    .then(|| format!("a quorum of {size} {replicas} (epoch {epoch}) at step {step}"))
+            }
+            EventKind::Healed { step, bytes, ms } => Some(format!(
+                "healed to step {step}: {:.1} MB in {ms:.0} ms",
+                *bytes as f64 / 1e6
+            )),
+            EventKind::Commit(commit) if !commit.committed => Some(format!(
+                "step {} did not commit in epoch {}; again",
+                commit.step, commit.epoch
+            )),
+            EventKind::Commit(commit) if Instant::now() >= self.due => {
+                self.due = deadline_in(COMMITS);
+                Some(format!(
+                    "step {} committed, {} contributed",
+                    commit.step, commit.contributors
+                ))
+            }
+            EventKind::Final(end) => Some(format!(
+                "{} at step {}: parameters {}, held-out loss {:.4}",
+                end.state.as_str(),
+                end.step,
+                end.hash,
+                end.heldout_loss
+            )),
+            EventKind::Error { text } => Some(text.clone()),
+            _ => None,
+        }
     }
 }
 
@@ -441,4 +499,67 @@ fn report(outcome: &Outcome, json: bool) -> Result<()> {
         crate::results::json(outcome, "the outcome")?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use oxccl::launch::{Commit, Final, ReplicaState};
+
+    use super::*;
+
+    #[test]
+    fn of_a_replicas_events_those_are_told_that_change_something() {
+        let mut shown = Shown {
+            ranks: 1,
+            tells: false,
+            sizes: BTreeMap::new(),
+            due: Instant::now(),
+        };
+        let mut told = |kind| {
+            shown.told(&ReplicaEvent {
+                replica: 1,
+                incarnation: 0,
+                rank: 0,
+                t_us: 0,
+                kind,
+            })
+        };
+        let quorum = |epoch, size| EventKind::Quorum { epoch, step: 4, size };
+        let commit = |step, committed| {
+            EventKind::Commit(Commit {
+                step,
+                epoch: 9,
+                committed,
+                participants: 2,
+                contributors: 2,
+                hash: None,
+                inner_ms: 0.0,
+                sync_ms: 0.0,
+                bytes_sent: 0,
+                bytes_recv: 0,
+            })
+        };
+        let is = |told: Option<String>, wanted: &str| assert_eq!(told.as_deref(), Some(wanted));
+        is(told(quorum(7, 2)), "a quorum of 2 replicas (epoch 7) at step 4");
+        assert_eq!(told(quorum(8, 2)), None);
+        is(told(quorum(9, 1)), "a quorum of 1 replica (epoch 9) at step 4");
+        is(told(commit(5, true)), "step 5 committed, 2 contributed");
+        assert_eq!(told(commit(6, true)), None);
+        is(told(commit(7, false)), "step 7 did not commit in epoch 9; again");
+        let end = Final {
+            step: 8,
+            hash: "604799be0654af59".into(),
+            heldout_loss: 2.5,
+            heldout_accuracy: None,
+            train_loss: 2.0,
+            inner_steps: 80,
+            bytes_sent: 1,
+            bytes_recv: 1,
+            state: ReplicaState::Done,
+        };
+        is(
+            told(EventKind::Final(end)),
+            "done at step 8: parameters 604799be0654af59, held-out loss 2.5000",
+        );
+    }
 }
