@@ -12,7 +12,7 @@ const EXAMPLES: &str = "\
 Examples:
   A new job, and a lighthouse that only its processes can talk to:
     oxccl credentials new job1
-    oxccl lighthouse --credentials job1 --min-replicas 2
+    oxccl lighthouse --credentials job1 --min-replicas 1 --initial-replicas 2
 
   Each replica with a folder of its own, which can be that replica and nothing else; copy it to the replica's machine,
   and set it for its processes:

@@ -35,13 +35,14 @@ Examples:
     hostB$ oxccl launch --credentials job1 --nnodes 2 --node-rank 1 --rendezvous hostA:29500 --replicas 4 -- ./train
 
   The same with a lighthouse that outlives every launcher, and machines that come and go:
-    hostA$ oxccl lighthouse --credentials job1 --min-replicas 2
+    hostA$ oxccl lighthouse --credentials job1 --min-replicas 1 --initial-replicas 2
     hostA$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 -- ./train
     hostB$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 --first-replica 1 -- ./train
 
 Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_INCARNATION, OXCCL_RANK, OXCCL_RANKS, OXCCL_EVENTS and
 OXCCL_REPLICA_STORE (the store in which the ranks of its replica meet) in its environment, and torchrun's variables (RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) with its replica as the world: a program written for torchrun runs unchanged.
+RAYON_NUM_THREADS is 1 in them, unless it is set here: processes share the machine, and candle's results then repeat bit for bit.
 SIGINT, SIGTERM and SIGHUP end the run: the processes get the same signal, and SIGKILL after --grace-s or at a second one.
 SIGUSR1 and SIGUSR2 are passed on to all processes.
 The exit codes are those of `oxccl --help`; a program that exits with 2 is not restarted.";
@@ -107,7 +108,7 @@ pub(crate) struct Arguments {
     /// Where a lighthouse that is started here listens; 0.0.0.0 lets other machines in, port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
     lighthouse_bind: String,
-    /// The least number of replicas that may go on, for a lighthouse that is started here.
+    /// The least number of replicas that may go on, for a lighthouse that is started here; with fewer the job waits.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     min_replicas: u32,
     /// Keep what the processes write in their logs only. Without it their lines come out here too, each with its replica and rank.
@@ -124,6 +125,8 @@ pub(crate) struct Arguments {
 /// How long the lighthouse and the processes get to start, and how long a given lighthouse may take to answer.
 const START: Duration = Duration::from_secs(30);
 const REACH: Duration = Duration::from_secs(10);
+/// How long one that is started at the same time may refuse connections, and how often it is tried.
+const COMES_UP: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(100));
 /// How often the other nodes are looked after.
 const LOOK: Duration = Duration::from_secs(1);
 /// A commit is told at most so often.
@@ -175,7 +178,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             LighthouseSource::External(address.lighthouse_url(has_credentials))
         }
         (None, Some(url)) => {
-            check_lighthouse(&url, deadline_in(REACH))?;
+            await_lighthouse(&url)?;
             LighthouseSource::External(url)
         }
         (None, None) => own(arguments.lighthouse_bind, None)?,
@@ -247,6 +250,20 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         (StopReason::Stopped { .. }, _) => ExitCode::from(130),
         _ => ExitCode::from(1),
     })
+}
+
+/// Waits for a given lighthouse, which may be starting beside this command.
+fn await_lighthouse(url: &str) -> Result<()> {
+    let (patience, pause) = COMES_UP;
+    let up_by = deadline_in(patience);
+    loop {
+        match check_lighthouse(url, deadline_in(REACH)) {
+            Err(e) if e.kind() == ErrorKind::Unavailable && Instant::now() < up_by => {
+                std::thread::sleep(pause)
+            }
+            answer => return answer,
+        }
+    }
 }
 
 /// What this machine starts of the job.

@@ -16,25 +16,25 @@ const EXAMPLES: &str = "\
 Examples:
   For a job of two machines, closed to all that do not have its credentials:
     oxccl credentials new job1
-    oxccl lighthouse --credentials job1 --min-replicas 2
+    oxccl lighthouse --credentials job1 --min-replicas 1 --initial-replicas 2
 
   For several jobs, each apart from the others:
-    oxccl lighthouse --credentials job1,job2 --min-replicas 2
+    oxccl lighthouse --credentials job1,job2 --min-replicas 1
 
   Without credentials, for torchft's clients and networks that you trust:
-    oxccl lighthouse --insecure --bind 0.0.0.0:29510 --min-replicas 2
+    oxccl lighthouse --insecure --bind 0.0.0.0:29510 --min-replicas 1 --initial-replicas 2
 
   The job's record is on disk, so that a lighthouse that is killed and started again goes on with the same step.
   A new job at the same port, under other replica names, begins with a new file:
-    oxccl lighthouse --min-replicas 2 --state-file /var/lib/oxccl/second-job.json
+    oxccl lighthouse --min-replicas 1 --state-file /var/lib/oxccl/second-job.json
 
   All replicas that are left stand at an earlier step than the recorded one (they come from checkpoints), and most of
   the recorded ones are lost for good:
-    oxccl lighthouse --min-replicas 2 --accept-rollback
+    oxccl lighthouse --min-replicas 1 --accept-rollback
 
   Three lighthouses on three machines, with the record in etcd: one leads, and if it dies another one goes on with the
   same step. The replicas are given all three (http://hostA:29510,http://hostB:29510,http://hostC:29510):
-    oxccl lighthouse --min-replicas 2 --etcd hostA:2379,hostB:2379,hostC:2379 --job mine
+    oxccl lighthouse --min-replicas 1 --initial-replicas 2 --etcd hostA:2379,hostB:2379,hostC:2379 --job mine
 
   Its page with the members and the reason why a quorum waits: http://host:29510/
   As JSON: http://host:29510/status   For Prometheus: http://host:29510/metrics
@@ -58,7 +58,7 @@ pub(crate) struct Arguments {
     /// The host name under which others reach this machine [default: its own name, or the address in --bind].
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
-    /// The least number of replicas in a quorum.
+    /// The least number of replicas in a quorum; with fewer the job waits. To go on after a death it has to be below the number of replicas.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     min_replicas: u32,
     /// The first quorum waits for this many, however long it takes: a repeatable start.

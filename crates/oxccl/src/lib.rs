@@ -79,6 +79,8 @@ mod documentation {
     struct Readme;
     #[doc = include_str!("../../../docs/checkpoints.md")]
     struct Checkpoints;
+    #[doc = include_str!("../../../docs/ddp.md")]
+    struct DataParallel;
     #[doc = include_str!("../../../docs/groups.md")]
     struct Groups;
     #[doc = include_str!("../../../docs/healing.md")]

@@ -16,6 +16,9 @@ const KEYS: &str = "states";
 /// All replicas of a job have the same keys. One that lacks a key of the others, or has one more, is told so (`InvalidArgument`) when it
 /// heals, and nothing of it has changed; the others go on. A part that refuses what came for it leaves all parts as they were:
 /// for that, healing makes a copy of them first.
+///
+/// It borrows its parts. Where `Ddp::train` or `Diloco::train` owns the state and its closures change the parts, a tuple of two or three
+/// states is the same thing: `(params, momentum)`.
 #[derive(Default)]
 pub struct States<'a>(BTreeMap<String, &'a mut dyn State>);
 
@@ -42,67 +45,110 @@ impl<'a> States<'a> {
         self.0.insert(key.to_owned(), state);
         Ok(self)
     }
-
-    fn keys(&self) -> Vec<&str> {
-        self.0.keys().map(String::as_str).collect()
-    }
 }
 
 impl State for States<'_> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
-        for (key, part) in &self.0 {
-            out.merge(key, saved(key, &**part)?)?;
-        }
-        out.set_metadata(KEYS, self.keys().join("\n"));
-        Ok(())
+        let parts: Vec<(&str, &dyn State)> =
+            self.0.iter().map(|(key, part)| (&**key, &**part as _)).collect();
+        save(&parts, out)
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
-        let theirs = from.metadata().get(KEYS).ok_or_else(|| {
-            Error::invalid(format!(
-                "the state that came has no parts; this replica has {}",
-                self.keys().join(", ")
-            ))
-        })?;
-        let theirs: Vec<&str> = theirs.split('\n').filter(|k| !k.is_empty()).collect();
-        let only = |a: &[&str], b: &[&str]| {
-            let keys: Vec<&str> = a.iter().copied().filter(|k| !b.contains(k)).collect();
-            if keys.is_empty() {
-                "none".to_owned()
-            } else {
-                keys.join(", ")
-            }
-        };
-        let ours = self.keys();
-        if theirs != ours {
-            return Err(Error::invalid(format!(
-                "the parts of the state differ: only there: {}; only here: {}. All replicas have the same keys",
-                only(&theirs, &ours),
-                only(&ours, &theirs)
-            )));
-        }
-        let mut from = from.clone();
-        let mut before = Vec::with_capacity(self.0.len());
-        for (key, part) in &self.0 {
-            before.push(saved(key, &**part)?);
-        }
-        for (done, (key, part)) in self.0.iter_mut().enumerate() {
-            let loaded = from.split(key).and_then(|own| part.load(&own));
-            let Err(error) = loaded else { continue };
-            let error = of_part(key, error);
-            // The part that refused may have taken something over as well.
-            for ((key, part), old) in self.0.iter_mut().zip(&before).take(done + 1) {
-                part.load(old).map_err(|e| {
-                    let text = format!(
-                        "{error}; and '{key}' cannot be put back as it was ({e}): this replica holds the state of no step, start it again"
-                    );
-                    Error::invalid(text).with_source(e)
-                })?;
-            }
-            return Err(error);
-        }
-        Ok(())
+        let parts = self.0.iter_mut();
+        load(
+            &mut parts
+                .map(|(key, part)| (&**key, &mut **part as _))
+                .collect::<Vec<_>>(),
+            from,
+        )
     }
+}
+
+/// As [`States`] under the keys "0" and "1": a model and what its optimizer keeps, say, where the training loop changes both.
+impl<A: State, B: State> State for (A, B) {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        save(&[("0", &self.0), ("1", &self.1)], out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        load(&mut [("0", &mut self.0), ("1", &mut self.1)], from)
+    }
+}
+
+/// As [`States`] under the keys "0", "1" and "2".
+impl<A: State, B: State, C: State> State for (A, B, C) {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        save(&[("0", &self.0), ("1", &self.1), ("2", &self.2)], out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        load(
+            &mut [("0", &mut self.0), ("1", &mut self.1), ("2", &mut self.2)],
+            from,
+        )
+    }
+}
+
+/// Parts in the order of their keys, each into its own place.
+fn save(parts: &[(&str, &dyn State)], out: &mut StateDict) -> Result<()> {
+    for (key, part) in parts {
+        out.merge(key, saved(key, *part)?)?;
+    }
+    let keys: Vec<&str> = parts.iter().map(|(key, _)| *key).collect();
+    out.set_metadata(KEYS, keys.join("\n"));
+    Ok(())
+}
+
+/// All parts, in the order of their keys, or none.
+fn load(parts: &mut [(&str, &mut dyn State)], from: &StateDict) -> Result<()> {
+    let ours: Vec<&str> = parts.iter().map(|(key, _)| *key).collect();
+    let theirs = from.metadata().get(KEYS).ok_or_else(|| {
+        Error::invalid(format!(
+            "the state that came has no parts; this replica has {}",
+            ours.join(", ")
+        ))
+    })?;
+    let theirs: Vec<&str> = theirs.split('\n').filter(|k| !k.is_empty()).collect();
+    let only = |a: &[&str], b: &[&str]| {
+        let keys: Vec<&str> = a.iter().copied().filter(|k| !b.contains(k)).collect();
+        if keys.is_empty() {
+            "none".to_owned()
+        } else {
+            keys.join(", ")
+        }
+    };
+    if theirs != ours {
+        return Err(Error::invalid(format!(
+            "the parts of the state differ: only there: {}; only here: {}. All replicas have the same keys",
+            only(&theirs, &ours),
+            only(&ours, &theirs)
+        )));
+    }
+    let mut from = from.clone();
+    let mut before = Vec::with_capacity(parts.len());
+    for (key, part) in parts.iter() {
+        before.push(saved(key, &**part)?);
+    }
+    for done in 0..parts.len() {
+        let Some((key, part)) = parts.get_mut(done) else {
+            break;
+        };
+        let loaded = from.split(key).and_then(|own| part.load(&own));
+        let Err(error) = loaded else { continue };
+        let error = of_part(key, error);
+        // The part that refused may have taken something over as well.
+        for ((key, part), old) in parts.iter_mut().zip(&before).take(done + 1) {
+            part.load(old).map_err(|e| {
+                let text = format!(
+                    "{error}; and '{key}' cannot be put back as it was ({e}): this replica holds the state of no step, start it again"
+                );
+                Error::invalid(text).with_source(e)
+            })?;
+        }
+        return Err(error);
+    }
+    Ok(())
 }
 
 fn saved(key: &str, part: &dyn State) -> Result<StateDict> {
@@ -221,6 +267,29 @@ mod tests {
             "{e}"
         );
         assert_eq!([a.values, b.values, c.values], [[7.0], [8.0], [9.0]]);
+    }
+
+    #[test]
+    fn a_tuple_heals_as_a_whole_and_stays_as_it_was_if_a_part_refuses() {
+        let mut out = StateDict::new();
+        (part(&[1.0]), part(&[2.0, 3.0]), part(&[]))
+            .save(&mut out)
+            .unwrap();
+        let mut all = (part(&[7.0]), part(&[8.0]), part(&[9.0]));
+        all.2.refuses = true;
+        let e = all.load(&out).unwrap_err();
+        assert!(e.message().contains("'2'"), "{e}");
+        assert_eq!(
+            [&all.0.values, &all.1.values, &all.2.values],
+            [&[7.0], &[8.0], &[9.0]]
+        );
+        all.load(&out).unwrap();
+        assert_eq!(
+            [&all.0.values[..], &all.1.values, &all.2.values],
+            [&[1.0][..], &[2.0, 3.0], &[]]
+        );
+        let e = (part(&[]), part(&[])).load(&out).unwrap_err();
+        assert!(e.message().contains("only there: 2"), "{e}");
     }
 
     #[test]

@@ -118,7 +118,7 @@ impl Environment<'_> {
                 .map(|l| format!("{} ({})", l.rank, l.name))
                 .collect();
             return Err(Error::invalid(format!(
-                "no launcher says which rank this is: none of {} is set; use torchrun, mpirun or srun, or an address with rank and world size",
+                "no launcher says which rank this is: none of {} is set; start it with torchrun, mpirun, srun or `oxccl launch`, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand",
                 looked.join(", ")
             )));
         };

@@ -98,7 +98,7 @@ pub(crate) fn check() -> Result<bool> {
             metadata.workspace_root.join(path).exists()
         }));
     }
-    for (path, text) in documents.iter().filter(|(path, _)| path == "README.md") {
+    for (path, text) in &documents {
         findings.extend(programs::check(path, text, |file| {
             read(&metadata.workspace_root.join(file)).ok()
         }));
