@@ -91,6 +91,11 @@ def _apart(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def _is_whole(output: Tensor, input: Tensor, ranks: int) -> bool:
+    """Whether `output` has room for exactly the inputs of all ranks."""
+    return bool(output.nbytes == ranks * input.nbytes and output.dtype == input.dtype and output.is_contiguous() and input.is_contiguous())
+
+
 class Calls:
     """Every operation. `_group` is the group they go over."""
 
@@ -104,6 +109,16 @@ class Calls:
             return self._noted(Work(call(*arguments, timeout=opts.timeout, async_op=True, **more), outputs))
         call(*arguments, timeout=opts.timeout, **more)
         return _DONE
+
+    def _run_pair(self, call: Callable[..., Any], output: Tensor, input: Tensor, opts: Options, *arguments: Any, **more: Any) -> dist.Work:
+        """Runs `call`. Two that share memory are refused before anything is done: then once more with a copy of the input."""
+        try:
+            return self._run(call, [output], opts, input, output, *arguments, **more)
+        except oxccl.InvalidArgument:
+            (apart,) = _apart([input], [output])
+            if apart is input:
+                raise
+            return self._run(call, [output], opts, apart, output, *arguments, **more)
 
     def _noted(self, work: dist.Work) -> dist.Work:
         if self._batch is not None:
@@ -140,7 +155,11 @@ class Calls:
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Options = _ALL_GATHER) -> dist.Work:
         """`output` becomes the inputs of all ranks, one after the other."""
-        return self._run(self._group.all_gather_into, [output], opts, _apart([input], [output])[0], output)
+        group = self._group
+        if input.data_ptr() == output.data_ptr() + group.rank * input.nbytes and _is_whole(output, input, group.world_size):
+            # As FSDP gathers: the input is this rank's part of the output.
+            return self._run(group.all_gather_in_place, [output], opts, output)
+        return self._run_pair(group.all_gather_into, output, input, opts)
 
     _allgather_base = all_gather_single
 
@@ -171,7 +190,7 @@ class Calls:
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options = _REDUCE_SCATTER) -> dist.Work:
         """`output` becomes this rank's part of the reduction of `input`."""
-        return self._run(self._group.reduce_scatter_into, [output], opts, _apart([input], [output])[0], output, reduction(opts.reduceOp))
+        return self._run_pair(self._group.reduce_scatter_into, output, input, opts, reduction(opts.reduceOp))
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -185,8 +204,10 @@ class Calls:
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Options = _ALL_TO_ALL
     ) -> dist.Work:
         """Part r of `output` becomes rank r's part of `input` for this rank; splits are in rows."""
+        if not input_splits and not output_splits:
+            return self._run_pair(self._group.all_to_all_into, output, input, opts)
         splits = {"input_splits": _rows(input_splits, input), "output_splits": _rows(output_splits, output)}
-        return self._run(self._group.all_to_all_into, [output], opts, _apart([input], [output])[0], output, **splits)
+        return self._run_pair(self._group.all_to_all_into, output, input, opts, **splits)
 
     alltoall_base = all_to_all_single
 
