@@ -1,5 +1,7 @@
 """Compares ``torch.distributed`` over this package with the same calls over Gloo of the same torch, by turns in one run.
 
+Beside them, the time in which all ranks together copy such a tensor once: an all-to-all reads and writes as many bytes, and the others no fewer.
+
 Usage: ``python bench/against_gloo.py [ROUNDS]``. Both groups are made by the same processes; each round times one after the other, size by size.
 """
 
@@ -48,6 +50,11 @@ def rank(folder: str, number: int, ranks: int, rounds: int, results: Any) -> Non
                     took = (time.perf_counter() - begin) / calls * 1e6
                     if turn:
                         found.setdefault((name, size, backend), []).append(took)
+                dist.barrier(groups["gloo"])
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    other.copy_(whole)
+                found.setdefault((name, size, "copy"), []).append((time.perf_counter() - begin) / calls * 1e6)
     if number == 0:
         results.send(found)
     dist.barrier(groups["gloo"])
@@ -57,7 +64,7 @@ def main() -> None:
     """Prints medians and ratios: on a machine that is busy with other work only the ratios say something."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     context = multiprocessing.get_context("spawn")
-    print("| ranks | operation | bytes | Gloo, us | oxccl, us | ratio |\n|---:|---|---:|---:|---:|---:|")
+    print("| ranks | operation | bytes | Gloo, us | oxccl, us | ratio | copy, us |\n|---:|---|---:|---:|---:|---:|---:|")
     for ranks in RANKS:
         with tempfile.TemporaryDirectory() as folder:
             take, give = context.Pipe(duplex=False)
@@ -72,8 +79,8 @@ def main() -> None:
                     process.join(60)
                     process.kill()
         for name, size in dict.fromkeys((name, size) for name, size, _ in found):
-            gloo, ours = (statistics.median(found[name, size, backend]) for backend in ("gloo", "oxccl"))
-            print(f"| {ranks} | {name} | {size} | {gloo:.1f} | {ours:.1f} | {gloo / ours:.1f} |", flush=True)
+            gloo, ours, copy = (statistics.median(found[name, size, backend]) for backend in ("gloo", "oxccl", "copy"))
+            print(f"| {ranks} | {name} | {size} | {gloo:.1f} | {ours:.1f} | {gloo / ours:.1f} | {copy:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
