@@ -41,6 +41,7 @@ mod queue;
 mod rendezvous;
 mod schedule;
 mod stripes;
+mod traffic;
 mod transfer;
 mod transport;
 mod waiter;
@@ -61,6 +62,7 @@ use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, Error, GroupOptions, ProcessGroup, Result};
 
 pub use group::GlooGroup;
+pub use traffic::{Exchange, Message, Traffic};
 
 /// Makes gloo groups for the registry.
 #[derive(Debug, Clone, Copy, Default)]
