@@ -1,0 +1,373 @@
+//! How a method lays its reductions into the time of computing.
+//!
+//! Data parallel sends gradients layer by layer while the backward pass goes on, and waits for all of them before the next step (`Ddp::step_with`); or
+//! all of them after it. DiLoCo asks [`Rounds`], the product's own order of sending and finishing, what is due after each inner step.
+
+use std::fmt;
+use std::str::FromStr;
+
+use ftcore::{Error, Result};
+use protocol::training::{Due, RoundRules, Rounds, Sends};
+use quant::Codec;
+
+use crate::cost::{Cost, Costs, Group, Operation};
+use crate::units::{Bytes, Seconds};
+
+/// How values travel.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Format {
+    /// As they are, 32 bits.
+    F32,
+    /// In a format of crate `quant`, scales included.
+    Encoded(Codec),
+}
+
+impl Format {
+    /// As options and the command call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Encoded(codec) => codec.name(),
+        }
+    }
+
+    /// The bytes of so many values.
+    pub fn bytes(self, values: u64) -> Bytes {
+        match self {
+            Self::F32 => Bytes(values.saturating_mul(4)),
+            // Long slices: the length is the same but for the last block.
+            Self::Encoded(codec) => Bytes((values as f64 * codec.bits() / 8.0).ceil() as u64),
+        }
+    }
+
+    /// What an average of `values` values costs in `group`: an all-reduce, or the phases of a quantised one.
+    pub fn average(self, costs: &Costs<'_>, group: &Group, values: u64) -> Result<Cost> {
+        let ranks = group.len() as u64;
+        match self {
+            Self::F32 => costs.of(group, Operation::AllReduce(self.bytes(values))),
+            Self::Encoded(_) if ranks == 2 => costs.of(group, Operation::AllGather(self.bytes(values))),
+            Self::Encoded(_) => {
+                let part = self.bytes(values.div_ceil(ranks.max(1)));
+                let [there, back] = [Operation::AllToAll(part), Operation::AllGather(part)];
+                let (there, back) = (costs.of(group, there)?, costs.of(group, back)?);
+                Ok(Cost {
+                    time: there.time + back.time,
+                    sent: there.sent + back.sent,
+                })
+            }
+        }
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        match s {
+            "f32" => Ok(Self::F32),
+            _ => s.parse().map(Self::Encoded),
+        }
+    }
+}
+
+/// How replicas learn from each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// Gradients are averaged in every step.
+    Ddp {
+        /// They leave during the backward pass.
+        overlap: bool,
+    },
+    /// Parameters are averaged fragment by fragment.
+    Diloco {
+        /// H: inner steps between two exchanges of a fragment.
+        sync_every: u64,
+        /// P: fragments.
+        fragments: u64,
+        /// τ: inner steps between sending and applying.
+        delay: u64,
+    },
+}
+
+impl Method {
+    /// Errors: `InvalidArgument` for rounds that `DilocoConfig` refuses too.
+    pub fn check(&self, layers: u32) -> Result<()> {
+        let Self::Diloco {
+            sync_every,
+            fragments,
+            delay,
+        } = *self
+        else {
+            return Ok(());
+        };
+        let text = if sync_every == 0 || fragments == 0 || !sync_every.is_multiple_of(fragments) {
+            format!(
+                "H = {sync_every} inner steps in P = {fragments} fragments: H must be a multiple of P, both at least 1"
+            )
+        } else if fragments > u64::from(layers) {
+            format!("{layers} layers cannot fill {fragments} fragments; use at most {layers}")
+        } else if delay >= sync_every / fragments {
+            format!(
+                "τ = {delay}: it must be less than H / P = {}",
+                sync_every / fragments
+            )
+        } else {
+            return Ok(());
+        };
+        Err(Error::invalid(text))
+    }
+}
+
+impl fmt::Display for Method {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ddp { overlap: true } => f.write_str("DDP"),
+            Self::Ddp { overlap: false } => f.write_str("DDP, no overlap"),
+            Self::Diloco {
+                sync_every,
+                fragments,
+                delay,
+            } => write!(f, "DiLoCo H={sync_every} P={fragments} τ={delay}"),
+        }
+    }
+}
+
+/// What is trained, and how long computing takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Workload {
+    /// The number of values.
+    pub parameters: u64,
+    /// The number of equal layers.
+    pub layers: u32,
+    /// An inner step of a replica: forward, backward, optimizer, and what the ranks of the replica exchange.
+    pub step: Seconds,
+    /// What an answer of the lighthouse takes, which a round begins with.
+    pub quorum: Seconds,
+    /// What the vote takes, with which a round ends.
+    pub vote: Seconds,
+}
+
+/// A method's rounds in the steady state, each fragment once.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Round {
+    /// Inner steps.
+    pub steps: u64,
+    /// All of it.
+    pub time: Seconds,
+    /// Computing.
+    pub computing: Seconds,
+    /// What leaves the first host.
+    pub sent: Bytes,
+}
+
+impl Round {
+    /// The share of time spent computing.
+    pub fn efficiency(&self) -> f64 {
+        match self.time.get() > 0.0 {
+            true => self.computing.get() / self.time.get(),
+            false => 1.0,
+        }
+    }
+}
+
+/// The rounds of `method`; `average` says what the average of so many values costs.
+///
+/// Errors: those of [`Method::check`] and of `average`.
+pub fn rounds(
+    method: Method,
+    work: &Workload,
+    mut average: impl FnMut(u64) -> Result<Cost>,
+) -> Result<Round> {
+    method.check(work.layers)?;
+    match method {
+        Method::Ddp { overlap } => {
+            let cost = average(work.parameters)?;
+            // The quorum is asked for beside the forward pass (`DdpConfig::overlap_quorum`).
+            let ends = if overlap {
+                behind_backward(work.step, work.layers, cost.time, work.quorum)
+            } else {
+                work.step.max(work.quorum) + cost.time
+            };
+            Ok(Round {
+                steps: 1,
+                time: ends + work.vote,
+                computing: work.step,
+                sent: cost.sent,
+            })
+        }
+        Method::Diloco {
+            sync_every,
+            fragments,
+            delay,
+        } => diloco(work, (sync_every, fragments, delay), average),
+    }
+}
+
+/// When the step and its reductions end, if each layer's gradient leaves as soon as it is there and the line is free.
+pub(crate) fn behind_backward(step: Seconds, layers: u32, reduction: Seconds, quorum: Seconds) -> Seconds {
+    let layers = layers.max(1);
+    let each = reduction * (1.0 / f64::from(layers));
+    let mut line = quorum;
+    for layer in 1..=layers {
+        let there = step * (1.0 / 3.0 + 2.0 / 3.0 * f64::from(layer) / f64::from(layers));
+        line = line.max(there) + each;
+    }
+    line.max(step)
+}
+
+fn diloco(
+    work: &Workload,
+    (sync_every, fragments, delay): (u64, u64, u64),
+    mut average: impl FnMut(u64) -> Result<Cost>,
+) -> Result<Round> {
+    let layers = u64::from(work.layers);
+    let mut costs: Vec<(u64, Cost)> = Vec::new();
+    let mut of_fragments = Vec::new();
+    for fragment in 0..fragments {
+        // Strided: layer l is of fragment l mod P.
+        let own = layers / fragments + u64::from(fragment < layers % fragments);
+        let values = (u128::from(work.parameters) * u128::from(own) / u128::from(layers.max(1))) as u64;
+        let cost = match costs.iter().find(|(known, _)| *known == values) {
+            Some((_, cost)) => *cost,
+            None => {
+                let cost = average(values)?;
+                costs.push((values, cost));
+                cost
+            }
+        };
+        of_fragments.push(cost);
+    }
+    let mut rounds = Rounds::<()>::new(RoundRules {
+        round_steps: sync_every / fragments,
+        delay,
+        eager: false,
+        last: None,
+    });
+    let (mut now, mut arrives, mut step) = (Seconds::ZERO, Seconds::ZERO, 0i64);
+    let mut marks = Vec::new();
+    rounds.begin()?;
+    let mut has_begun = false;
+    // One period to settle, one to measure.
+    while marks.len() < 2 {
+        while let Some(due) = rounds.due() {
+            match due {
+                Due::Send => {
+                    now = now + work.quorum;
+                    arrives = now;
+                    if rounds.joined(step)? != Sends::Nothing {
+                        rounds.keep(step, ());
+                        let fragment = u64::try_from(step).unwrap_or(0) % fragments;
+                        let cost = of_fragments.get(fragment as usize);
+                        arrives = now + cost.map_or(Seconds::ZERO, |c| c.time);
+                    }
+                    rounds.sent();
+                }
+                Due::Finish => {
+                    now = now.max(arrives) + work.vote;
+                    rounds.applied(Ok(()))?;
+                    step += 1;
+                    let done = u64::try_from(step).unwrap_or(0);
+                    if done > fragments && (done - 1).is_multiple_of(fragments) {
+                        marks.push(now);
+                    }
+                }
+            }
+        }
+        if !has_begun {
+            rounds.begun();
+            has_begun = true;
+        }
+        if marks.len() < 2 {
+            rounds.inner_step()?;
+            now = now + work.step;
+        }
+    }
+    let time = match marks.as_slice() {
+        [first, second, ..] => *second - *first,
+        _ => now,
+    };
+    Ok(Round {
+        steps: sync_every,
+        time,
+        computing: work.step * sync_every as f64,
+        sent: of_fragments.iter().map(|c| c.sent).sum(),
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn work(step: f64) -> Workload {
+        Workload {
+            parameters: 1_200,
+            layers: 12,
+            step: Seconds::new(step).unwrap(),
+            quorum: Seconds::ZERO,
+            vote: Seconds::ZERO,
+        }
+    }
+
+    fn takes(seconds: f64) -> impl FnMut(u64) -> Result<Cost> {
+        move |values| {
+            Ok(Cost {
+                time: Seconds::new(seconds * values as f64 / 1_200.0)?,
+                sent: Bytes(4 * values),
+            })
+        }
+    }
+
+    fn efficiency(method: Method, step: f64, reduction: f64) -> f64 {
+        rounds(method, &work(step), takes(reduction))
+            .unwrap()
+            .efficiency()
+    }
+
+    fn diloco(sync_every: u64, fragments: u64, delay: u64) -> Method {
+        Method::Diloco {
+            sync_every,
+            fragments,
+            delay,
+        }
+    }
+
+    fn near(a: f64, b: f64) {
+        assert!((a - b).abs() < 1e-9, "{a} is not {b}");
+    }
+
+    #[test]
+    fn data_parallel_waits_for_all_of_it_or_for_what_the_backward_pass_does_not_hide() {
+        near(efficiency(Method::Ddp { overlap: false }, 1.0, 1.0), 0.5);
+        // Little enough: only the last layer's gradient is left to send.
+        near(efficiency(Method::Ddp { overlap: true }, 1.0, 0.12), 1.0 / 1.01);
+        // Too much: it begins after the forward pass and the first layer of the backward pass.
+        near(
+            efficiency(Method::Ddp { overlap: true }, 1.0, 12.0),
+            1.0 / (1.0 / 3.0 + 1.0 / 18.0 + 12.0),
+        );
+    }
+
+    #[test]
+    fn diloco_waits_once_a_round_for_what_the_delay_does_not_hide() {
+        near(efficiency(diloco(10, 1, 0), 1.0, 2.0), 10.0 / 12.0);
+        near(efficiency(diloco(10, 1, 1), 1.0, 2.0), 10.0 / 11.0);
+        near(efficiency(diloco(10, 1, 2), 1.0, 2.0), 1.0);
+        // Two fragments, one second each.
+        near(efficiency(diloco(10, 2, 0), 1.0, 2.0), 10.0 / 12.0);
+        near(efficiency(diloco(10, 2, 1), 1.0, 2.0), 1.0);
+    }
+
+    #[test]
+    fn rounds_that_the_product_refuses_are_refused() {
+        for (method, text) in [
+            (diloco(10, 3, 0), "multiple"),
+            (diloco(10, 5, 2), "less than"),
+            (diloco(26, 13, 0), "12 layers"),
+            (diloco(0, 1, 0), "at least 1"),
+        ] {
+            let e = rounds(method, &work(1.0), takes(1.0)).unwrap_err();
+            assert!(e.message().contains(text), "{e}");
+        }
+    }
+}
