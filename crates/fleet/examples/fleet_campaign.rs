@@ -8,9 +8,14 @@ use std::time::Instant;
 use oxccl_fleet::{Fleet, Method, Seconds, Workload, lighthouse_call, simulate};
 
 fn main() {
-    let given: Vec<f64> = std::env::args().skip(1).map(|a| a.parse().expect("a number")).collect();
+    let given: Vec<f64> = std::env::args()
+        .skip(1)
+        .map(|a| a.parse().expect("a number"))
+        .collect();
     let [replicas, ranks, step, reduction, every, rounds, rest @ ..] = given.as_slice() else {
-        panic!("usage: fleet_campaign REPLICAS RANKS_EACH STEP_S REDUCTION_S DEATH_EVERY_S ROUNDS [H [CALL_US]]");
+        panic!(
+            "usage: fleet_campaign REPLICAS RANKS_EACH STEP_S REDUCTION_S DEATH_EVERY_S ROUNDS [H [CALL_US]]"
+        );
     };
     let seconds = |s: f64| Seconds::new(s).unwrap();
     let sync_every = rest.first().copied().unwrap_or(1.0) as u64;
@@ -47,7 +52,10 @@ fn main() {
     let begins = Instant::now();
     let out = simulate(&fleet);
     let wall = begins.elapsed().as_secs_f64();
-    println!("{} ranks in {replicas} replicas, a call of {call}: {wall:.1} s of one core", f64::from(replicas) * ranks);
+    println!(
+        "{} ranks in {replicas} replicas, a call of {call}: {wall:.1} s of one core",
+        f64::from(replicas) * ranks
+    );
     match out {
         Ok(out) => println!(
             "  {} rounds in {} attempts, {:.1} % useful; {} deaths, {} heals, {} epochs in {}; efficiency {:.1} %, {:.0} contributors, lighthouse {:.0} %",

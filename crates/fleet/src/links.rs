@@ -212,6 +212,22 @@ impl Links {
         Ok(links)
     }
 
+    /// The same with every rate between hosts so many times as large. Errors: `InvalidArgument` unless that makes rates.
+    pub fn scaled(&self, by: f64) -> Result<Self> {
+        let times = |rate: Rate| Rate::new(rate.bits_per_second() * by);
+        let link = |link: Link| times(link.rate).map(|rate| Link { rate, ..link });
+        let mut scaled = self.clone();
+        scaled.between = link(self.between)?;
+        scaled.between_sites = self.between_sites.map(link).transpose()?;
+        for host in &mut scaled.hosts {
+            host.rate = host.rate.map(times).transpose()?;
+        }
+        for pair in scaled.pairs.values_mut() {
+            *pair = link(*pair)?;
+        }
+        Ok(scaled)
+    }
+
     /// All hosts, in order.
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
