@@ -273,12 +273,12 @@ fn screen(links: &Links, job: &Job, plan: &Plan, played: Option<&Outcome>, all: 
     if let Some(out) = played {
         let _ = writeln!(
             text,
-            "\nPlayed: {} rounds in {} attempts ({} useful) and {}; {} deaths, {} heals, {} epochs; {:.1} contributors.\n  {} of the \
+            "\nPlayed: {} rounds in {} attempts and {}; {} of the steps computed count; {} deaths, {} heals, {} epochs; {:.1} contributors.\n  {} of the \
              devices' time is committed work, ranks of a replica waiting for each other included; the lighthouse answers for {}.",
             out.committed,
             out.attempts,
-            percent(out.useful),
             out.time,
+            percent(out.useful),
             out.deaths,
             out.heals,
             out.epochs,

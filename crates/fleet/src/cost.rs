@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 
-use backend_gloo::{Exchange, Traffic};
+use backend_gloo::{Exchange, Messages};
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::links::Links;
@@ -93,7 +93,7 @@ impl Group {
 
     /// How an all-reduce of so many bytes goes in it, in a word.
     pub fn algorithm(&self, bytes: Bytes) -> &'static str {
-        Traffic::new(&self.lowest()).algorithm(whole(bytes))
+        Messages::new(&self.lowest()).algorithm(whole(bytes))
     }
 
     /// How many ranks each host has, if all have as many and stand one behind the other.
@@ -153,7 +153,7 @@ impl<'a> Costs<'a> {
             let (time, sent) = (Seconds::ZERO, Bytes(0));
             return Ok(Cost { time, sent });
         }
-        let traffic = Traffic::new(&group.lowest());
+        let all = Messages::new(&group.lowest());
         let distinct = distinct(&group.hosts);
         if let (Operation::AllReduce(bytes), [_]) = (operation, distinct.as_slice())
             && bytes.0 > ONE_HOST_BYTES
@@ -167,9 +167,9 @@ impl<'a> Costs<'a> {
         let is_alike = !self.in_full && self.links.is_uniform(&distinct);
         let one_host = group.per_host().filter(|per| is_alike && *per < world);
         let of = |rank: u32| match operation {
-            Operation::AllReduce(bytes) => traffic.all_reduce(rank, whole(bytes), 4),
-            Operation::AllGather(bytes) => traffic.all_gather(rank, whole(bytes)),
-            Operation::AllToAll(bytes) => traffic.all_to_all(rank, whole(bytes)),
+            Operation::AllReduce(bytes) => all.all_reduce(rank, whole(bytes), 4),
+            Operation::AllGather(bytes) => all.all_gather(rank, whole(bytes)),
+            Operation::AllToAll(bytes) => all.all_to_all(rank, whole(bytes)),
         };
         if let Some(per) = one_host {
             let schedules: Vec<_> = (0..per).zip(0u32..).map(|(_, rank)| of(rank)).collect();

@@ -67,7 +67,7 @@ pub struct Outcome {
     pub time: Seconds,
     /// The computing that counts, over all replicas of the beginning and all the time: what deaths, waits and reductions leave.
     pub efficiency: f64,
-    /// The share of attempts that were committed.
+    /// The share of the inner steps computed that count: an attempt that is lost costs none, a replica that dies those it had not yet sent.
     pub useful: f64,
     /// Contributors of a round, on average.
     pub contributors: f64,
@@ -198,6 +198,7 @@ struct Run<'a> {
     heals: u64,
     epochs: u64,
     worked: f64,
+    computed: f64,
     contributed: f64,
 }
 
@@ -245,6 +246,7 @@ impl<'a> Run<'a> {
             heals: 0,
             epochs: 0,
             worked: 0.0,
+            computed: 0.0,
             contributed: 0.0,
         };
         run.next_death();
@@ -262,7 +264,7 @@ impl<'a> Run<'a> {
             epochs: self.epochs,
             time: Seconds::new(self.now).unwrap_or_default(),
             efficiency: part(self.worked, all),
-            useful: part(self.committed as f64, self.attempts as f64),
+            useful: part(self.worked, self.computed).min(1.0),
             contributors: part(self.contributed, self.committed as f64),
             lighthouse: part(self.served, self.now).min(1.0),
         }
@@ -274,6 +276,7 @@ impl<'a> Run<'a> {
         let reduction = self.reduction(0);
         while self.committed < self.fleet.rounds {
             steps.begin(false)?;
+            self.computes();
             let begins = self.now;
             let computed = begins + self.fleet.work.step.get();
             loop {
@@ -351,10 +354,18 @@ impl<'a> Run<'a> {
                 has_begun = true;
             }
             rounds.inner_step()?;
+            self.computes();
             let ends = self.now + self.fleet.work.step.get();
             self.pass(ends)?;
         }
         Ok(())
+    }
+
+    /// All members compute an inner step.
+    fn computes(&mut self) {
+        let members = self.replicas.iter();
+        let members = members.filter(|r| matches!(r.doing, Doing::Idle | Doing::InStep));
+        self.computed += members.count() as f64 * self.fleet.work.step.get();
     }
 
     fn reduction(&self, fragment: usize) -> f64 {
@@ -428,17 +439,20 @@ impl<'a> Run<'a> {
     /// A replica's call, which the lighthouse answers behind those that came before.
     fn asks(&mut self, i: usize) -> Result<()> {
         let broken = self.broken;
+        let is_diloco = matches!(self.fleet.method, Method::Diloco { .. });
         let count = self.replicas.len() as u64;
         self.order += 1;
         let ticket = self.order * count + i as u64;
         let Some(replica) = self.replicas.get_mut(i) else {
             return Ok(());
         };
+        // As `Diloco` does: its rounds are long beside a transfer.
+        replica.rank.set_joins_at_once(is_diloco);
         let asked = replica.rank.start(broken && replica.doing == Doing::Idle);
         replica.doing = Doing::Asks;
         let member = Member {
             replica_id: replica.id.clone(),
-            address: "http://h:1".to_string(),
+            address: "http://h:1".into(),
             store_address: "h:2".to_string(),
             step: asked.step,
             world_size: 1,
@@ -714,7 +728,8 @@ fn replica(i: usize, life: u32, doing: Doing) -> Replica {
         max_retries: None,
     };
     Replica {
-        id: format!("replica{i:06}:{life}"),
+        // Short: the lighthouse compares ids all the time.
+        id: format!("{i:05x}:{life}"),
         life,
         rank: Rank::new(rules),
         doing,

@@ -91,8 +91,8 @@ fn diloco_loses_little_to_a_death_between_its_rounds() {
     let calm = simulate(&fleet(16, diloco, 1.0, 2.0, None)).unwrap();
     let out = simulate(&fleet(16, diloco, 1.0, 2.0, Some(60.0))).unwrap();
     assert!(out.deaths > 50, "{out:?}");
-    // Some twenty deaths of a hundred fall into a reduction.
-    assert!(out.useful > 0.85, "{out:?}");
+    // A replica that dies loses half a round; another one is away for a round, and waited for in the next.
+    assert!(out.useful > 0.93 && out.useful < 1.0, "{out:?}");
     assert!(out.efficiency > 0.7 * calm.efficiency, "{out:?} {calm:?}");
 }
 

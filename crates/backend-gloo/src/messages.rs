@@ -29,12 +29,12 @@ pub struct Exchange {
 
 /// The messages of a group's operations.
 #[derive(Debug, Clone)]
-pub struct Traffic {
+pub struct Messages {
     hosts: Hosts,
     world: u32,
 }
 
-impl Traffic {
+impl Messages {
     /// A group with one rank for each item: the lowest rank of its host. Ranks of one host share memory.
     pub fn new(lowest: &[u32]) -> Self {
         Self {
@@ -49,7 +49,7 @@ impl Traffic {
 
     /// What `rank` sends and receives in an all-reduce that averages `bytes` bytes, in elements of `element` bytes. All ranks have as many rounds.
     pub fn all_reduce(&self, rank: u32, bytes: usize, element: usize) -> Vec<Exchange> {
-        messages(&match self.hosts.is_layered() {
+        of_rounds(&match self.hosts.is_layered() {
             true => layered::all_reduce(rank, &self.hosts, bytes, element),
             false => schedule::all_reduce(rank, self.world, bytes, element, self.one_host()),
         })
@@ -73,7 +73,7 @@ impl Traffic {
     /// As [`all_reduce`](Self::all_reduce): an all-gather in which every rank gives `bytes` bytes.
     pub fn all_gather(&self, rank: u32, bytes: usize) -> Vec<Exchange> {
         let parts = schedule::parts_of(&vec![bytes; self.world as usize]);
-        messages(&match (self.hosts.is_layered(), self.one_host()) {
+        of_rounds(&match (self.hosts.is_layered(), self.one_host()) {
             (true, _) => layered::all_gather(rank, &self.hosts, &parts),
             (_, true) => shared::all_gather(rank, self.world, &parts),
             _ => schedule::all_gather(rank, self.world, &parts),
@@ -83,14 +83,14 @@ impl Traffic {
     /// As [`all_reduce`](Self::all_reduce): an all-to-all in which every rank gives `bytes` bytes to every rank.
     pub fn all_to_all(&self, rank: u32, bytes: usize) -> Vec<Exchange> {
         let parts = schedule::parts_of(&vec![bytes; self.world as usize]);
-        messages(&match self.one_host() {
+        of_rounds(&match self.one_host() {
             true => shared::all_to_all(rank, self.world, &parts, &parts),
             false => schedule::all_to_all(rank, self.world, &parts, &parts),
         })
     }
 }
 
-fn messages(s: &Schedule) -> Vec<Exchange> {
+fn of_rounds(s: &Schedule) -> Vec<Exchange> {
     let mut before: Option<&schedule::Round> = None;
     let mut rounds = Vec::with_capacity(s.rounds.len());
     for round in &s.rounds {
@@ -136,13 +136,13 @@ mod tests {
     #[test]
     fn what_one_rank_sends_another_awaits_in_the_same_round() {
         for lowest in [&[0, 1][..], &[0, 1, 2, 3, 4], &[0, 0, 2, 2, 4, 4], &[0, 0, 0]] {
-            let (traffic, world) = (Traffic::new(lowest), lowest.len() as u32);
+            let (messages, world) = (Messages::new(lowest), lowest.len() as u32);
             for bytes in [0, 4, 4_000, 1 << 20, 8 << 20] {
-                let [sent, awaited] = both_ends(world, |r| traffic.all_reduce(r, bytes, 4));
+                let [sent, awaited] = both_ends(world, |r| messages.all_reduce(r, bytes, 4));
                 assert_eq!(sent, awaited, "{lowest:?}, {bytes} bytes");
-                let [sent, awaited] = both_ends(world, |r| traffic.all_gather(r, bytes));
+                let [sent, awaited] = both_ends(world, |r| messages.all_gather(r, bytes));
                 assert_eq!(sent, awaited, "{lowest:?}, {bytes} bytes");
-                let [sent, awaited] = both_ends(world, |r| traffic.all_to_all(r, bytes));
+                let [sent, awaited] = both_ends(world, |r| messages.all_to_all(r, bytes));
                 assert_eq!(sent, awaited, "{lowest:?}, {bytes} bytes");
             }
         }
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_ring_passes_on_what_arrives_and_sends_each_part_twice() {
-        let rounds = Traffic::new(&[0, 1, 2, 3, 4]).all_reduce(2, 8_000_000, 4);
+        let rounds = Messages::new(&[0, 1, 2, 3, 4]).all_reduce(2, 8_000_000, 4);
         let sent: usize = rounds.iter().flat_map(|r| &r.sends).map(|m| m.bytes).sum();
         assert_eq!((rounds.len(), sent), (8, 2 * 4 * 8_000_000 / 5));
         assert!(!rounds[0].sends[0].passes_on && !rounds[0].early);
