@@ -11,8 +11,10 @@
     reason = "a failure here is a failed test"
 )]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use fleet::{Costs, Format, Group, Link, Links, Method, Rate, Seconds, Workload, lighthouse_call, rounds};
@@ -57,8 +59,8 @@ fn seconds(time: Duration) -> Seconds {
     Seconds::new(time.as_secs_f64()).unwrap()
 }
 
-/// The efficiency that the plan foresees.
-fn foreseen(setting: &Setting) -> f64 {
+/// What the plan foresees of inner steps, where a value costs a rank so much itself: their number and seconds, and the efficiency.
+fn foreseen(setting: &Setting, per_value: Seconds) -> (f64, f64, f64) {
     let (world, mbits, delay, step, millions, method) = *setting;
     let delay = if delay == 0 {
         SWITCH
@@ -92,10 +94,11 @@ fn foreseen(setting: &Setting) -> f64 {
         // The replica asks its manager server, that the lighthouse; the vote stays within the replica.
         quorum: lighthouse_call(world) * f64::from(world) + seconds(delay * 2),
         vote: seconds(Duration::from_micros(500)),
+        per_value,
     };
     let (costs, group) = (Costs::new(&links), Group::all(&links));
     let round = rounds(method, &work, |values| format.average(&costs, &group, values)).unwrap();
-    round.efficiency()
+    (round.steps as f64, round.time.get(), round.efficiency())
 }
 
 /// The efficiency of a real run.
@@ -126,9 +129,40 @@ fn measured(setting: &Setting) -> Result<f64, Failed> {
     Ok(least)
 }
 
+/// What a value costs a rank itself on this machine, with as many ranks on its cores: what a run over a quick link takes longer than its links
+/// let it. The sizes and rates of the settings are others.
+fn per_value(setting: &Setting) -> Result<Seconds, Failed> {
+    static KNOWN: Mutex<BTreeMap<(u32, &str), f64>> = Mutex::new(BTreeMap::new());
+    let method = match setting.5 {
+        "ddp" | "ddp-overlap" => "ddp",
+        int8 if int8.ends_with("int8") => "diloco:4:1:0:int8",
+        _ => "diloco:4:1:0:f32",
+    };
+    let kind = (setting.0, method);
+    let known = KNOWN.lock().unwrap().get(&kind).copied();
+    let per_value = match known {
+        Some(known) => known,
+        None => {
+            let quick = (setting.0, 2_000, 0, 50, 3, method);
+            let (steps, plan, _) = foreseen(&quick, Seconds::ZERO);
+            let real = steps * 0.05 / measured(&quick)?;
+            let found = ((real - plan) / f64::from(3 << 20)).max(0.0);
+            println!(
+                "{} replicas, {method}: {:.1} ns for a value",
+                setting.0,
+                found * 1e9
+            );
+            KNOWN.lock().unwrap().insert(kind, found);
+            found
+        }
+    };
+    Ok(Seconds::new(per_value)?)
+}
+
 fn check(setting: &Setting) -> Result<(), Failed> {
     let (world, mbits, delay, step, millions, method) = *setting;
-    let (real, plan) = (100.0 * measured(setting)?, 100.0 * foreseen(setting));
+    let per_value = per_value(setting)?;
+    let (real, plan) = (100.0 * measured(setting)?, 100.0 * foreseen(setting, per_value).2);
     println!(
         "| {world} | {mbits} Mbit/s | {delay} ms | {step} ms | {millions} Mi | {method} | {real:.1} % | {plan:.1} % | {:+.1} |",
         plan - real

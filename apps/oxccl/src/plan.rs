@@ -46,6 +46,9 @@ pub(crate) struct Arguments {
     /// Tokens of a rank in a step.
     #[arg(long, default_value = "16384", value_name = "N", value_parser = count)]
     tokens: u64,
+    /// What a rank copies and computes for each value that it exchanges, beside nothing else, such as 5ns.
+    #[arg(long, default_value = "0", value_name = "TIME", value_parser = |s: &str| s.parse::<Seconds>())]
+    per_value: Seconds,
     /// Hosts and links from a file (docs/plan.md), instead of equal ones.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "ranks", "rate", "delay", "loss", "local_rate", "local_delay"])]
     links: Option<PathBuf>,
@@ -128,6 +131,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         layers: arguments.layers,
         step: arguments.step,
         tokens: arguments.tokens,
+        per_value: arguments.per_value,
         failures: Failures {
             every: arguments.death_every,
             restart: arguments.restart,

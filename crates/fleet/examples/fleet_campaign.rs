@@ -60,7 +60,10 @@ fn main() {
             step: seconds("step"),
             quorum: Seconds::ZERO,
             vote: Seconds::new(0.5e-3).unwrap(),
+            per_value: Seconds::ZERO,
         },
+        // Of many buckets all but the last.
+        hidden: seconds("reduction") * 0.95,
         reductions: vec![seconds("reduction"); given["p"] as usize],
         death_every: (given["every"] > 0.0).then(|| seconds("every")),
         restart: seconds("restart"),

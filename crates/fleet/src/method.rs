@@ -1,7 +1,7 @@
 //! How a method lays its reductions into the time of computing.
 //!
-//! Data parallel sends gradients layer by layer while the backward pass goes on, and waits for all of them before the next step (`Ddp::step_with`); or
-//! all of them after it. DiLoCo asks [`Rounds`], the product's own order of sending and finishing, what is due after each inner step.
+//! Data parallel sends gradients in buckets, each as soon as the backward pass has filled it, and waits for all of them before the next step
+//! (`Ddp::step_with`); or all of them after it. DiLoCo asks [`Rounds`], the product's own order of sending and finishing, what is due after each inner step.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,6 +12,9 @@ use quant::Codec;
 
 use crate::cost::{Cost, Costs, Group, Operation};
 use crate::units::{Bytes, Seconds};
+
+/// Values of the first bucket of gradients, and of the others: the defaults of `DdpConfig`.
+const BUCKETS: [u64; 2] = [1 << 18, 25 << 18];
 
 /// How values travel.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -145,6 +148,8 @@ pub struct Workload {
     pub quorum: Seconds,
     /// What the vote takes, with which a round ends.
     pub vote: Seconds,
+    /// What a rank copies and computes for each value that it exchanges, while nothing else goes on.
+    pub per_value: Seconds,
 }
 
 /// A method's rounds in the steady state, each fragment once.
@@ -158,6 +163,8 @@ pub struct Round {
     pub computing: Seconds,
     /// What leaves the first host.
     pub sent: Bytes,
+    /// All reductions, hidden or not.
+    pub reduction: Seconds,
 }
 
 impl Round {
@@ -181,18 +188,19 @@ pub fn rounds(
     method.check(work.layers)?;
     match method {
         Method::Ddp { overlap } => {
-            let cost = average(work.parameters)?;
+            let buckets = Buckets::new(work.parameters, &mut average)?;
             // The quorum is asked for beside the forward pass (`DdpConfig::overlap_quorum`).
             let ends = if overlap {
-                behind_backward(work.step, work.layers, cost.time, work.quorum)
+                buckets.behind_backward(work.step, work.layers, work.quorum)
             } else {
-                work.step.max(work.quorum) + cost.time
+                work.step.max(work.quorum) + buckets.cost.time
             };
             Ok(Round {
                 steps: 1,
-                time: ends + work.vote,
+                time: ends + work.vote + work.handling(work.parameters),
                 computing: work.step,
-                sent: cost.sent,
+                sent: buckets.cost.sent,
+                reduction: buckets.cost.time,
             })
         }
         Method::Diloco {
@@ -203,16 +211,56 @@ pub fn rounds(
     }
 }
 
-/// When the step and its reductions end, if each layer's gradient leaves as soon as it is there and the line is free.
-pub(crate) fn behind_backward(step: Seconds, layers: u32, reduction: Seconds, quorum: Seconds) -> Seconds {
-    let layers = layers.max(1);
-    let each = reduction * (1.0 / f64::from(layers));
-    let mut line = quorum;
-    for layer in 1..=layers {
-        let there = step * (1.0 / 3.0 + 2.0 / 3.0 * f64::from(layer) / f64::from(layers));
-        line = line.max(there) + each;
+impl Workload {
+    /// What the values of an exchange cost a rank itself.
+    pub(crate) fn handling(&self, values: u64) -> Seconds {
+        self.per_value * values as f64
     }
-    line.max(step)
+}
+
+/// Gradients on their way: the values of each bucket and its time, one after the other.
+pub(crate) struct Buckets {
+    all: Vec<(u64, Seconds)>,
+    /// Of all of them.
+    pub(crate) cost: Cost,
+}
+
+impl Buckets {
+    /// Of so many values, where `average` says what a bucket costs.
+    pub(crate) fn new(values: u64, mut average: impl FnMut(u64) -> Result<Cost>) -> Result<Self> {
+        let (mut left, mut all) = (values, Vec::new());
+        let (mut time, mut sent) = (Seconds::ZERO, Bytes(0));
+        let mut known: Option<(u64, Cost)> = None;
+        while left > 0 {
+            let [first, rest] = BUCKETS;
+            let own = left.min(if all.is_empty() { first } else { rest });
+            left -= own;
+            let cost = match known.filter(|(values, _)| *values == own) {
+                Some((_, cost)) => cost,
+                None => average(own)?,
+            };
+            known = Some((own, cost));
+            all.push((own, cost.time));
+            (time, sent) = (time + cost.time, sent + cost.sent);
+        }
+        Ok(Self {
+            all,
+            cost: Cost { time, sent },
+        })
+    }
+
+    /// When a step and its buckets end, if each leaves as soon as the backward pass has filled it and the line is free.
+    pub(crate) fn behind_backward(&self, step: Seconds, layers: u32, quorum: Seconds) -> Seconds {
+        let layers = f64::from(layers.max(1));
+        let values = self.all.iter().map(|(values, _)| *values).sum::<u64>().max(1) as f64;
+        let (mut line, mut filled) = (quorum, 0.0);
+        for (own, time) in &self.all {
+            filled += *own as f64;
+            let layer = (filled / values * layers).ceil();
+            line = line.max(step * (1.0 / 3.0 + 2.0 / 3.0 * layer / layers)) + *time;
+        }
+        line.max(step)
+    }
 }
 
 fn diloco(
@@ -243,6 +291,7 @@ fn diloco(
         eager: false,
         last: None,
     });
+    let handled = work.handling(work.parameters / fragments.max(1));
     let (mut now, mut arrives, mut step) = (Seconds::ZERO, Seconds::ZERO, 0i64);
     let mut marks = Vec::new();
     rounds.begin()?;
@@ -263,7 +312,7 @@ fn diloco(
                     rounds.sent();
                 }
                 Due::Finish => {
-                    now = now.max(arrives) + work.vote;
+                    now = now.max(arrives) + work.vote + handled;
                     rounds.applied(Ok(()))?;
                     step += 1;
                     let done = u64::try_from(step).unwrap_or(0);
@@ -291,6 +340,7 @@ fn diloco(
         time,
         computing: work.step * sync_every as f64,
         sent: of_fragments.iter().map(|c| c.sent).sum(),
+        reduction: of_fragments.iter().map(|c| c.time).sum(),
     })
 }
 
@@ -306,6 +356,7 @@ mod tests {
             step: Seconds::new(step).unwrap(),
             quorum: Seconds::ZERO,
             vote: Seconds::ZERO,
+            per_value: Seconds::ZERO,
         }
     }
 
@@ -339,13 +390,32 @@ mod tests {
     #[test]
     fn data_parallel_waits_for_all_of_it_or_for_what_the_backward_pass_does_not_hide() {
         near(efficiency(Method::Ddp { overlap: false }, 1.0, 1.0), 0.5);
-        // Little enough: only the last layer's gradient is left to send.
-        near(efficiency(Method::Ddp { overlap: true }, 1.0, 0.12), 1.0 / 1.01);
-        // Too much: it begins after the forward pass and the first layer of the backward pass.
-        near(
-            efficiency(Method::Ddp { overlap: true }, 1.0, 12.0),
-            1.0 / (1.0 / 3.0 + 1.0 / 18.0 + 12.0),
-        );
+        // So few values are one bucket, which the backward pass has filled at its end.
+        near(efficiency(Method::Ddp { overlap: true }, 1.0, 1.0), 0.5);
+    }
+
+    #[test]
+    fn buckets_leave_while_the_backward_pass_goes_on() {
+        let values = 16 * (25 << 18);
+        let cost = |each: f64| {
+            move |values: u64| {
+                Ok(Cost {
+                    time: Seconds::new(each * values as f64 / f64::from(25 << 18))?,
+                    sent: Bytes(values),
+                })
+            }
+        };
+        let ends = |each, layers| {
+            let buckets = Buckets::new(values, cost(each)).unwrap();
+            assert_eq!(buckets.cost.sent, Bytes(values));
+            buckets
+                .behind_backward(Seconds::new(1.0).unwrap(), layers, Seconds::ZERO)
+                .get()
+        };
+        // Little enough: only the last bucket is left to send. It is not quite full, as the first one is small.
+        near(ends(0.01, 100), 1.0 + 0.01 * 24.0 / 25.0);
+        // Too much: all of it behind the forward pass and the first layer of the backward pass.
+        near(ends(1.0, 100), 1.0 / 3.0 + 2.0 / 300.0 + 16.0);
     }
 
     #[test]

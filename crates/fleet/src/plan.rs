@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::cost::{Cost, Costs, Group};
 use crate::links::Links;
-use crate::method::{Format, Method, Round, Workload, behind_backward, rounds};
+use crate::method::{Buckets, Format, Method, Round, Workload, rounds};
 use crate::simulate::{Fleet, lighthouse_call};
 use crate::units::{Bytes, Rate, Seconds};
 
@@ -49,6 +49,8 @@ pub struct Job {
     pub step: Seconds,
     /// Tokens of a rank in a step.
     pub tokens: u64,
+    /// What a rank copies and computes for each value that it exchanges.
+    pub per_value: Seconds,
     /// Deaths.
     pub failures: Failures,
     /// The share of the devices' time that computing shall have.
@@ -218,8 +220,11 @@ fn data_parallel(links: &Links, job: &Job, costs: &Costs<'_>) -> Result<Vec<Esti
     for format in formats {
         let method = Method::Ddp { overlap: true };
         let work = workload(links, job, job.step, hosts);
-        let cost = format.average(costs, &group, job.parameters)?;
-        let round = rounds(method, &work, |_| Ok(cost))?;
+        let round = rounds(method, &work, |values| format.average(costs, &group, values))?;
+        let cost = Cost {
+            time: round.reduction,
+            sent: round.sent,
+        };
         estimates.push(estimate(
             links,
             job,
@@ -321,8 +326,11 @@ fn inner_step(links: &Links, job: &Job, costs: &Costs<'_>, layout: &Layout) -> R
             }
             seen.push(ranks);
         }
-        let cost = Format::F32.average(costs, &Group::of_hosts(links, hosts), job.parameters)?;
-        slowest = slowest.max(behind_backward(job.step, job.layers, cost.time, Seconds::ZERO));
+        let group = Group::of_hosts(links, hosts);
+        let buckets = Buckets::new(job.parameters, |values| {
+            Format::F32.average(costs, &group, values)
+        })?;
+        slowest = slowest.max(buckets.behind_backward(job.step, job.layers, Seconds::ZERO));
     }
     Ok(slowest)
 }
@@ -339,7 +347,8 @@ fn workload(links: &Links, job: &Job, step: Seconds, replicas: u32) -> Workload 
         layers: job.layers,
         step,
         quorum: lighthouse_call(replicas) * f64::from(replicas) + to_lighthouse(links),
-        vote: Seconds::ZERO + Seconds::new(VOTE).unwrap_or_default(),
+        vote: Seconds::new(VOTE).unwrap_or_default(),
+        per_value: job.per_value,
     }
 }
 
@@ -367,6 +376,7 @@ fn estimate(
         method,
         work: *work,
         reductions: reductions.iter().map(|cost| cost.time).collect(),
+        hidden: (work.step + round.reduction) - (round.time - work.vote - work.handling(job.parameters)),
         death_every: job.failures.every,
         restart: job.failures.restart,
         notice: job.failures.notice,
@@ -443,8 +453,9 @@ fn assumptions(links: &Links, job: &Job) -> Vec<String> {
     let mut all = vec![
         format!("links: {percent:.1} % of a line is payload (MTU 1500); one connection fills it unless packets are lost"),
         "collectives: the rounds of the gloo backend, hosts before the network between them; their arithmetic costs nothing".to_string(),
-        "data parallel: gradients leave layer by layer during the backward pass, which is two thirds of a step; layers are equal".to_string(),
+        "data parallel: buckets of gradients (1 MiB, then 25 MiB of f32) leave during the backward pass, two thirds of a step; layers are equal".to_string(),
         "DiLoCo: the rounds of the product; ranks of a replica average gradients in every step in f32; quantising costs nothing".to_string(),
+        format!("what a rank does itself for a value that it exchanges: {}", job.per_value),
         "the model fits each rank; what a method costs in loss is not weighed: H = 30 to 500, τ ≤ 5 and 4 bits are what papers trained with".to_string(),
         format!(
             "lighthouse: {} for a call at this size, as measured on two cores (docs/tolerance.md)",

@@ -18,7 +18,7 @@ use protocol::training::{Due, RoundRules, Rounds, Sends, Share, Steps};
 use protocol::{Lineage, Member, Quorum};
 use serde::Serialize;
 
-use crate::method::{Method, Workload, behind_backward};
+use crate::method::{Method, Workload};
 use crate::units::Seconds;
 
 /// A job to be played.
@@ -32,6 +32,8 @@ pub struct Fleet {
     pub work: Workload,
     /// The reduction of a round, by fragment.
     pub reductions: Vec<Seconds>,
+    /// Of data parallel's reduction, what the backward pass hides.
+    pub hidden: Seconds,
     /// From one death of a replica to the next, on average over the whole job; `None`: none dies.
     pub death_every: Option<Seconds>,
     /// From a death until the replica that takes its place asks.
@@ -277,8 +279,7 @@ impl<'a> Run<'a> {
         while self.committed < self.fleet.rounds {
             steps.begin(false)?;
             self.computes();
-            let begins = self.now;
-            let computed = begins + self.fleet.work.step.get();
+            let computed = self.now + self.fleet.work.step.get();
             loop {
                 let ready = self.quorum()?;
                 let share = Share {
@@ -288,10 +289,8 @@ impl<'a> Run<'a> {
                 };
                 let ends = match steps.joined(&share)? {
                     Sends::Fresh if overlap => {
-                        let quorum = Seconds::new(ready - begins)?;
-                        let work = &self.fleet.work;
-                        begins
-                            + behind_backward(work.step, work.layers, Seconds::new(reduction)?, quorum).get()
+                        let left = (reduction - self.fleet.hidden.get()).max(0.0);
+                        (computed + left).max(ready + reduction)
                     }
                     _ => ready.max(computed) + reduction,
                 };
@@ -583,7 +582,11 @@ impl<'a> Run<'a> {
 
     /// A round of so many inner steps is committed.
     fn commits(&mut self, inner_steps: u64) -> Result<()> {
-        let vote = self.now + self.fleet.work.vote.get();
+        let handled = self
+            .fleet
+            .work
+            .handling(self.fleet.work.parameters / self.fleet.reductions.len().max(1) as u64);
+        let vote = self.now + self.fleet.work.vote.get() + handled.get();
         self.pass(vote)?;
         if inner_steps == 0 {
             // What comes before the first round is not part of the figures.

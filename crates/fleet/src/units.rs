@@ -179,6 +179,7 @@ impl FromStr for Seconds {
         }
         let (number, unit) = split(s, "time")?;
         let units = [
+            ("ns", 1e-9),
             ("us", 1e-6),
             ("µs", 1e-6),
             ("ms", 1e-3),
@@ -189,7 +190,7 @@ impl FromStr for Seconds {
         ];
         let by = scale(&units, unit).ok_or_else(|| {
             Error::invalid(format!(
-                "time '{s}': write a number and us, ms, s, min, h or d, such as 25ms"
+                "time '{s}': write a number and ns, us, ms, s, min, h or d, such as 25ms"
             ))
         })?;
         Self::new(number * by)
@@ -200,6 +201,7 @@ impl fmt::Display for Seconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (by, unit) = match self.0 {
             s if s == 0.0 => (1.0, "s"),
+            s if s < 1e-6 => (1e-9, "ns"),
             s if s < 1e-3 => (1e-6, "µs"),
             s if s < 1.0 => (1e-3, "ms"),
             s if s < 600.0 => (1.0, "s"),

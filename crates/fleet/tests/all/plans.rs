@@ -10,6 +10,7 @@ fn job(parameters: u64, step: f64, every: Option<f64>) -> Job {
         layers: 24,
         step: seconds(step),
         tokens: 16_384,
+        per_value: Seconds::ZERO,
         failures: Failures {
             every: every.map(seconds),
             restart: seconds(60.0),
