@@ -422,30 +422,30 @@ fn transfer(rate: Rate, bytes: Bytes) -> Seconds {
     rate.time(bytes)
 }
 
-/// What deaths leave: each costs all replicas the wait for a new epoch and, if it falls into a reduction, that one; and the job one replica until
-/// another one has taken its place.
+/// What deaths leave. One in a reduction costs all replicas that reduction; the rounds in which a replica goes or comes cost a new epoch each, and those
+/// in which one comes the transfer of its state, since members wait for a member that heals; and the job lacks a replica until then.
 pub(crate) fn goodput(fleet: &Fleet, round: &Round) -> f64 {
     let Some(every) = fleet.death_every else {
         return 1.0;
     };
-    let (fragments, exchanges) = (fleet.reductions.len().max(1) as f64, round.time.get());
-    let reduction = fleet.reductions.iter().map(|r| r.get()).sum::<f64>() / fragments;
-    let wall = exchanges / fragments;
-    let in_flight = match fleet.method {
-        // The quorum is asked for at once, so its epoch is under way all the time.
-        Method::Ddp { .. } => 1.0,
-        Method::Diloco { .. } => (reduction / wall).min(1.0),
-    };
-    let repeated = match fleet.method {
-        // What is computed is kept; only what was sent of it is sent again.
-        Method::Ddp { .. } => (reduction / wall).min(1.0) * (reduction / 2.0 + fleet.notice.get()),
-        Method::Diloco { .. } => in_flight * (reduction / 2.0 + fleet.notice.get()),
-    };
-    let all_wait = repeated + fleet.reconnect.get() + fleet.work.quorum.get() * in_flight;
-    let one_is_away = fleet.restart.get() + fleet.heal.get() + 1.5 * wall;
+    let fragments = fleet.reductions.len().max(1) as f64;
+    let reduction = round.reduction.get() / fragments;
+    let wall = round.time.get() / fragments;
+    let quorum = fleet.work.quorum.get();
     let rate = 1.0 / every.get();
-    let of_all = 1.0 / (1.0 + rate * all_wait);
-    of_all * (1.0 - rate * one_is_away / f64::from(fleet.replicas)).max(0.0)
+    // Several deaths in one round are one wait.
+    let waits = (1.0 - (-wall * rate).exp()) / wall;
+    let in_reduction = (reduction / wall).min(1.0) * (reduction / 2.0 + fleet.notice.get() + quorum);
+    let asked_again = match fleet.method {
+        // The quorum is asked for at once, so its epoch is under way all the time.
+        Method::Ddp { .. } => quorum,
+        Method::Diloco { .. } => 0.0,
+    };
+    // An epoch without the dead one, and one with the replica in its place.
+    let epochs = 2.0 * fleet.reconnect.get() + asked_again;
+    let all_wait = rate * in_reduction + waits * (epochs + fleet.heal.get());
+    let one_is_away = fleet.restart.get() + fleet.heal.get() + 1.5 * wall;
+    (1.0 - rate * one_is_away / f64::from(fleet.replicas)).max(0.0) / (1.0 + all_wait)
 }
 
 fn assumptions(links: &Links, job: &Job) -> Vec<String> {

@@ -76,6 +76,10 @@ fn the_formula_for_deaths_is_near_what_the_simulation_plays() {
             let played = simulate(&fleet).unwrap();
             // The simulation counts what ranks of a replica wait for each other as work.
             let foreseen = e.efficiency * fleet.work.step.get();
+            println!(
+                "{} {}: {:.3} {foreseen:.3}",
+                e.method, e.format, played.efficiency
+            );
             assert!(
                 (played.efficiency - foreseen).abs() < 0.05,
                 "{} {} at {gbits} Gbit/s, a death each {every} s: {:.3} played, {foreseen:.3} foreseen; {played:?}",
