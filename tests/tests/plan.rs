@@ -97,7 +97,11 @@ fn foreseen(setting: &Setting, per_value: Seconds) -> (f64, f64, f64) {
         per_value,
     };
     let (costs, group) = (Costs::new(&links), Group::all(&links));
-    let round = rounds(method, &work, |values| format.average(&costs, &group, values)).unwrap();
+    let average = |values| match method {
+        Method::Ddp { .. } => format.average(&costs, &group, values),
+        Method::Diloco { .. } => format.in_buckets(&costs, &group, values, 1 << 18),
+    };
+    let round = rounds(method, &work, average).unwrap();
     (round.steps as f64, round.time.get(), round.efficiency())
 }
 

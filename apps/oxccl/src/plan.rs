@@ -49,6 +49,9 @@ pub(crate) struct Arguments {
     /// What a rank copies and computes for each value that it exchanges, beside nothing else, such as 5ns.
     #[arg(long, default_value = "0", value_name = "TIME", value_parser = |s: &str| s.parse::<Seconds>())]
     per_value: Seconds,
+    /// Values of a fragment of DiLoCo that travel in one operation (`DilocoConfig::bucket_elements`): more of them wait less where ways are long.
+    #[arg(long, default_value = "262144", value_name = "N", value_parser = count)]
+    bucket: u64,
     /// Hosts and links from a file (docs/plan.md), instead of equal ones.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "ranks", "rate", "delay", "loss", "local_rate", "local_delay"])]
     links: Option<PathBuf>,
@@ -132,6 +135,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         step: arguments.step,
         tokens: arguments.tokens,
         per_value: arguments.per_value,
+        bucket: arguments.bucket,
         failures: Failures {
             every: arguments.death_every,
             restart: arguments.restart,
@@ -273,6 +277,9 @@ fn screen(links: &Links, job: &Job, plan: &Plan, played: Option<&Outcome>, all: 
             "\nRecommended: {} in {}, {} replicas, each a {}; between them: {}.\n  {}.",
             best.method, best.format, best.replicas, best.replica, best.topology, plan.reason
         );
+    }
+    if let Some(hint) = &plan.hint {
+        let _ = writeln!(text, "  Besides, {hint}.");
     }
     if let Some(out) = played {
         let _ = writeln!(

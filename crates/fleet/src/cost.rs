@@ -33,12 +33,27 @@ pub enum Operation {
 }
 
 /// What an operation costs.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Cost {
     /// From the moment when all ranks call it until the last one has its result.
     pub time: Seconds,
+    /// What it adds behind one like it that is under way: what it occupies the busiest line for, or what it waits for besides its first round. Groups
+    /// send the first round of the operations that wait ahead of their turn.
+    pub next: Seconds,
     /// The payload that leaves the first host of the group.
     pub sent: Bytes,
+}
+
+impl Cost {
+    /// One behind the other.
+    #[must_use]
+    pub(crate) fn then(self, other: Self) -> Self {
+        Self {
+            time: self.time + other.time,
+            next: self.next + other.next,
+            sent: self.sent + other.sent,
+        }
+    }
 }
 
 /// Ranks that work together, by their ranks in the job.
@@ -150,8 +165,7 @@ impl<'a> Costs<'a> {
     pub fn of(&self, group: &Group, operation: Operation) -> Result<Cost> {
         let world = group.len();
         if world <= 1 {
-            let (time, sent) = (Seconds::ZERO, Bytes(0));
-            return Ok(Cost { time, sent });
+            return Ok(Cost::default());
         }
         let all = Messages::new(&group.lowest());
         let distinct = distinct(&group.hosts);
@@ -159,8 +173,10 @@ impl<'a> Costs<'a> {
             && bytes.0 > ONE_HOST_BYTES
         {
             let part = self.of(group, Operation::AllReduce(Bytes(ONE_HOST_BYTES)))?;
+            let times = bytes.0 as f64 / ONE_HOST_BYTES as f64;
             return Ok(Cost {
-                time: part.time * (bytes.0 as f64 / ONE_HOST_BYTES as f64),
+                time: part.time * times,
+                next: part.next * times,
                 sent: Bytes(0),
             });
         }
@@ -175,7 +191,7 @@ impl<'a> Costs<'a> {
             let schedules: Vec<_> = (0..per).zip(0u32..).map(|(_, rank)| of(rank)).collect();
             // A tree has a root, so its hosts are not alike whatever the links are.
             if is_symmetric(&schedules, world) {
-                return self.walk(group, &schedules);
+                return self.cost(group, &schedules);
             }
         }
         let first = of(0);
@@ -189,17 +205,28 @@ impl<'a> Costs<'a> {
         }
         let rest = (1..u32::try_from(world).unwrap_or(u32::MAX)).map(of);
         let schedules: Vec<_> = std::iter::once(first).chain(rest).collect();
-        self.walk(group, &schedules)
+        self.cost(group, &schedules)
     }
 
-    /// Follows the ranks that have schedules: all of the group, or those of the first host.
-    fn walk(&self, group: &Group, schedules: &[Vec<Exchange>]) -> Result<Cost> {
+    fn cost(&self, group: &Group, schedules: &[Vec<Exchange>]) -> Result<Cost> {
+        let alone = self.walk(group, schedules, false)?;
+        let behind = self.walk(group, schedules, true)?;
+        Ok(Cost {
+            time: alone.ends,
+            next: behind.ends.max(alone.busiest),
+            sent: alone.leaves,
+        })
+    }
+
+    /// Follows the ranks that have schedules: all of the group, or those of the first host. `ahead`: what the first round sends has arrived.
+    fn walk(&self, group: &Group, schedules: &[Vec<Exchange>], ahead: bool) -> Result<Walked> {
         let (world, walked) = (group.len(), schedules.len());
         let host = |rank: usize| group.hosts.get(rank).copied().unwrap_or_default();
         // A rank far away does as the one at its place that is followed.
         let shift = |from: usize, to: usize| (to + world - from) % world;
         let local = self.links.local();
         let mut free: BTreeMap<Line, f64> = BTreeMap::new();
+        let mut occupied: BTreeMap<Line, f64> = BTreeMap::new();
         let mut leaves = Bytes(0);
         // By rank: when the round before has ended, the one before that, and what arrived in it.
         let mut ended = vec![[0.0f64; 2]; walked];
@@ -235,13 +262,15 @@ impl<'a> Costs<'a> {
                         )
                     };
                     let mut gone = there;
-                    for (line, rate) in lines {
-                        gone = pass(&mut free, line, gone, rate.time(bytes).get());
+                    let is_there = ahead && k == 0;
+                    for (line, rate) in lines.into_iter().filter(|_| !is_there) {
+                        gone = pass(&mut free, &mut occupied, line, gone, rate.time(bytes).get());
                     }
                     if let Some(sent) = sent.get_mut(rank) {
                         *sent = sent.max(gone.1);
                     }
-                    let arrives = (gone.0 + delay.get(), gone.1 + delay.get());
+                    let delay = if is_there { 0.0 } else { delay.get() };
+                    let arrives = (gone.0 + delay, gone.1 + delay);
                     under_way.insert((rank, shift(rank, peer)), arrives);
                 }
             }
@@ -263,11 +292,11 @@ impl<'a> Costs<'a> {
             let mut came: Vec<Option<Span>> = vec![None; walked];
             for (span, rank, peer, bytes) in incoming {
                 let (a, b) = (host(peer), host(rank));
-                let landed = if a == b {
+                let landed = if a == b || ahead && k == 0 {
                     span
                 } else {
                     let time = self.links.of_host(b).time(Bytes(bytes)).get();
-                    pass(&mut free, Line::In(b), span, time)
+                    pass(&mut free, &mut occupied, Line::In(b), span, time)
                 };
                 if let Some(all) = came.get_mut(rank) {
                     let (first, last) = all.unwrap_or(landed);
@@ -280,15 +309,30 @@ impl<'a> Costs<'a> {
                 *ended = [before.max(sent).max(arrived.1), before];
             }
         }
-        Ok(Cost {
-            time: Seconds::new(ended.iter().map(|[last, _]| *last).fold(0.0, f64::max))?,
-            sent: leaves,
+        Ok(Walked {
+            ends: Seconds::new(ended.iter().map(|[last, _]| *last).fold(0.0, f64::max))?,
+            busiest: Seconds::new(occupied.values().copied().fold(0.0, f64::max))?,
+            leaves,
         })
     }
 }
 
+/// What a walk came to.
+struct Walked {
+    ends: Seconds,
+    busiest: Seconds,
+    leaves: Bytes,
+}
+
 /// Sends over `line`, behind what it carries already.
-fn pass(free: &mut BTreeMap<Line, f64>, line: Line, there: Span, takes: f64) -> Span {
+fn pass(
+    free: &mut BTreeMap<Line, f64>,
+    occupied: &mut BTreeMap<Line, f64>,
+    line: Line,
+    there: Span,
+    takes: f64,
+) -> Span {
+    *occupied.entry(line).or_default() += takes;
     let free = free.entry(line).or_default();
     let starts = there.0.max(*free);
     let ends = (starts + takes).max(there.1);

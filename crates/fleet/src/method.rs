@@ -14,7 +14,8 @@ use crate::cost::{Cost, Costs, Group, Operation};
 use crate::units::{Bytes, Seconds};
 
 /// Values of the first bucket of gradients, and of the others: the defaults of `DdpConfig`.
-const BUCKETS: [u64; 2] = [1 << 18, 25 << 18];
+const BUCKETS: [u64; 2] = [1 << 18, LARGEST_BUCKET];
+pub(crate) const LARGEST_BUCKET: u64 = 25 << 18;
 
 /// How values travel.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -52,13 +53,30 @@ impl Format {
             Self::Encoded(_) => {
                 let part = self.bytes(values.div_ceil(ranks.max(1)));
                 let [there, back] = [Operation::AllToAll(part), Operation::AllGather(part)];
-                let (there, back) = (costs.of(group, there)?, costs.of(group, back)?);
-                Ok(Cost {
-                    time: there.time + back.time,
-                    sent: there.sent + back.sent,
-                })
+                Ok(costs.of(group, there)?.then(costs.of(group, back)?))
             }
         }
+    }
+
+    /// The same in buckets of `bucket` values, each an operation of its own, one submitted behind the other.
+    pub fn in_buckets(self, costs: &Costs<'_>, group: &Group, values: u64, bucket: u64) -> Result<Cost> {
+        let bucket = bucket.max(1);
+        let (count, rest) = (values / bucket, values % bucket);
+        let mut all: Option<Cost> = None;
+        for (size, times) in [(bucket, count), (rest, u64::from(rest > 0))] {
+            if times == 0 {
+                continue;
+            }
+            let one = self.average(costs, group, size)?;
+            let next = one.next * times as f64;
+            let sent = Bytes(one.sent.0.saturating_mul(times));
+            let time = match all {
+                Some(_) => next,
+                None => one.time + one.next * (times - 1) as f64,
+            };
+            all = Some(all.unwrap_or_default().then(Cost { time, next, sent }));
+        }
+        Ok(all.unwrap_or_default())
     }
 }
 
@@ -218,9 +236,9 @@ impl Workload {
     }
 }
 
-/// Gradients on their way: the values of each bucket and its time, one after the other.
+/// Gradients on their way: the values of each bucket and its cost, one after the other.
 pub(crate) struct Buckets {
-    all: Vec<(u64, Seconds)>,
+    all: Vec<(u64, Cost)>,
     /// Of all of them.
     pub(crate) cost: Cost,
 }
@@ -229,7 +247,7 @@ impl Buckets {
     /// Of so many values, where `average` says what a bucket costs.
     pub(crate) fn new(values: u64, mut average: impl FnMut(u64) -> Result<Cost>) -> Result<Self> {
         let (mut left, mut all) = (values, Vec::new());
-        let (mut time, mut sent) = (Seconds::ZERO, Bytes(0));
+        let mut total = Cost::default();
         let mut known: Option<(u64, Cost)> = None;
         while left > 0 {
             let [first, rest] = BUCKETS;
@@ -240,13 +258,11 @@ impl Buckets {
                 None => average(own)?,
             };
             known = Some((own, cost));
-            all.push((own, cost.time));
-            (time, sent) = (time + cost.time, sent + cost.sent);
+            let time = if all.is_empty() { cost.time } else { cost.next };
+            total = total.then(Cost { time, ..cost });
+            all.push((own, cost));
         }
-        Ok(Self {
-            all,
-            cost: Cost { time, sent },
-        })
+        Ok(Self { all, cost: total })
     }
 
     /// When a step and its buckets end, if each leaves as soon as the backward pass has filled it and the line is free.
@@ -254,10 +270,16 @@ impl Buckets {
         let layers = f64::from(layers.max(1));
         let values = self.all.iter().map(|(values, _)| *values).sum::<u64>().max(1) as f64;
         let (mut line, mut filled) = (quorum, 0.0);
-        for (own, time) in &self.all {
+        for (n, (own, cost)) in self.all.iter().enumerate() {
             filled += *own as f64;
             let layer = (filled / values * layers).ceil();
-            line = line.max(step * (1.0 / 3.0 + 2.0 / 3.0 * layer / layers)) + *time;
+            let there = step * (1.0 / 3.0 + 2.0 / 3.0 * layer / layers);
+            // What is there while another one is under way is sent ahead.
+            let behind = line + cost.next;
+            line = match n > 0 && line > there {
+                true => behind,
+                false => line.max(there) + cost.time,
+            };
         }
         line.max(step)
     }
@@ -362,8 +384,10 @@ mod tests {
 
     fn takes(seconds: f64) -> impl FnMut(u64) -> Result<Cost> {
         move |values| {
+            let time = Seconds::new(seconds * values as f64 / 1_200.0)?;
             Ok(Cost {
-                time: Seconds::new(seconds * values as f64 / 1_200.0)?,
+                time,
+                next: time,
                 sent: Bytes(4 * values),
             })
         }
@@ -399,8 +423,10 @@ mod tests {
         let values = 16 * (25 << 18);
         let cost = |each: f64| {
             move |values: u64| {
+                let time = Seconds::new(each * values as f64 / f64::from(25 << 18))?;
                 Ok(Cost {
-                    time: Seconds::new(each * values as f64 / f64::from(25 << 18))?,
+                    time,
+                    next: time,
                     sent: Bytes(values),
                 })
             }

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::cost::{Cost, Costs, Group};
 use crate::links::Links;
-use crate::method::{Buckets, Format, Method, Round, Workload, rounds};
+use crate::method::{Buckets, Format, LARGEST_BUCKET, Method, Round, Workload, rounds};
 use crate::simulate::{Fleet, lighthouse_call};
 use crate::units::{Bytes, Rate, Seconds};
 
@@ -51,6 +51,8 @@ pub struct Job {
     pub tokens: u64,
     /// What a rank copies and computes for each value that it exchanges.
     pub per_value: Seconds,
+    /// Values of a fragment that travel in one operation: `DilocoConfig::bucket_elements`.
+    pub bucket: u64,
     /// Deaths.
     pub failures: Failures,
     /// The share of the devices' time that computing shall have.
@@ -59,8 +61,8 @@ pub struct Job {
 
 impl Job {
     fn check(&self) -> Result<()> {
-        let text = if self.parameters == 0 || self.layers == 0 || self.tokens == 0 {
-            "a model has at least one parameter and one layer, and a step at least one token"
+        let text = if self.parameters == 0 || self.layers == 0 || self.tokens == 0 || self.bucket == 0 {
+            "a model has at least one parameter and one layer, a step one token, and a bucket one value"
         } else if self.parameters > 1 << 50 {
             "more than 10^15 parameters"
         } else if self.step.get() <= 0.0 {
@@ -109,6 +111,9 @@ pub struct Estimate {
     pub sent: Bytes,
     /// The share of time in which the lighthouse answers calls.
     pub lighthouse: f64,
+    /// All reductions of H inner steps, if each fragment were one operation.
+    #[serde(skip)]
+    as_one: Seconds,
     /// What `simulate` needs.
     #[serde(skip)]
     pub fleet: Fleet,
@@ -123,6 +128,8 @@ pub struct Plan {
     pub recommended: usize,
     /// Why that one.
     pub reason: String,
+    /// What else would help.
+    pub hint: Option<String>,
     /// What the figures take for granted.
     pub assumptions: Vec<String>,
 }
@@ -193,11 +200,27 @@ pub fn plan(links: &Links, job: &Job) -> Result<Plan> {
         ),
         (None, None) => "there is none".to_string(),
     };
+    let hint = estimates
+        .get(recommended)
+        .and_then(|best| larger_buckets(best, job));
     Ok(Plan {
         estimates,
         recommended,
         reason,
+        hint,
         assumptions: assumptions(links, job),
+    })
+}
+
+/// Small buckets wait for each other's last rounds where ways are long.
+fn larger_buckets(best: &Estimate, job: &Job) -> Option<String> {
+    let as_is: Seconds = best.fleet.reductions.iter().copied().sum();
+    (best.sync_every > 1 && as_is.get() > 1.5 * best.as_one.get()).then(|| {
+        format!(
+            "its reductions take {as_is} in each {} inner steps in buckets of {} values, and {} with a fragment in one: raise \
+             DilocoConfig::bucket_elements (--bucket)",
+            best.sync_every, job.bucket, best.as_one
+        )
     })
 }
 
@@ -221,19 +244,16 @@ fn data_parallel(links: &Links, job: &Job, costs: &Costs<'_>) -> Result<Vec<Esti
         let method = Method::Ddp { overlap: true };
         let work = workload(links, job, job.step, hosts);
         let round = rounds(method, &work, |values| format.average(costs, &group, values))?;
-        let cost = Cost {
-            time: round.reduction,
-            sent: round.sent,
-        };
+        let size = (hosts, "host");
         estimates.push(estimate(
             links,
             job,
             (method, format),
-            (hosts, "host"),
+            size,
             &group,
             &work,
-            (round, vec![cost]),
-        )?);
+            &round,
+        ));
     }
     Ok(estimates)
 }
@@ -248,55 +268,49 @@ fn diloco(links: &Links, job: &Job, costs: &Costs<'_>, layout: &Layout) -> Resul
     let group = Group::one_of_each(&heads);
     let step = inner_step(links, job, costs, layout)?;
     let work = workload(links, job, step, replicas);
-    let mut known: Vec<((u64, &'static str), Cost)> = Vec::new();
+    // By values and format: the cost in buckets, and as one operation.
+    let mut known: Vec<((u64, &'static str), [Cost; 2])> = Vec::new();
     let mut estimates = Vec::new();
+    let formats = [
+        Format::F32,
+        Format::Encoded(Codec::Int8B64),
+        Format::Encoded(Codec::Int4Hadamard { seed: 0 }),
+    ];
     for sync_every in SYNC_EVERY {
         for fragments in fragment_counts(sync_every, job.layers) {
-            for format in [
-                Format::F32,
-                Format::Encoded(Codec::Int8B64),
-                Format::Encoded(Codec::Int4Hadamard { seed: 0 }),
-            ] {
-                for delay in DELAYS {
-                    let method = Method::Diloco {
-                        sync_every,
-                        fragments,
-                        delay,
-                    };
-                    if method.check(job.layers).is_err() {
-                        continue;
-                    }
-                    let mut reductions = Vec::new();
-                    let round = rounds(method, &work, |values| {
-                        let key = (values, format.name());
-                        let cost = match known.iter().find(|(k, _)| *k == key) {
-                            Some((_, cost)) => *cost,
-                            None => {
-                                let cost = format.average(costs, &group, values)?;
-                                known.push((key, cost));
-                                cost
-                            }
-                        };
-                        reductions.push((values, cost));
-                        Ok(cost)
-                    })?;
-                    let largest = reductions.iter().max_by_key(|(values, _)| *values);
-                    let all = vec![largest.map_or(round_cost(&round), |(_, cost)| *cost); fragments as usize];
-                    let made = (method, format);
-                    let size = (replicas, layout.replica);
-                    estimates.push(estimate(links, job, made, size, &group, &work, (round, all))?);
+            for (format, delay) in formats.iter().flat_map(|f| DELAYS.map(|delay| (*f, delay))) {
+                let method = Method::Diloco {
+                    sync_every,
+                    fragments,
+                    delay,
+                };
+                if method.check(job.layers).is_err() {
+                    continue;
                 }
+                let mut as_one = Seconds::ZERO;
+                let round = rounds(method, &work, |values| {
+                    let key = (values, format.name());
+                    let both = match known.iter().find(|(k, _)| *k == key) {
+                        Some((_, both)) => *both,
+                        None => {
+                            let one = format.average(costs, &group, values)?;
+                            let both = [format.in_buckets(costs, &group, values, job.bucket)?, one];
+                            known.push((key, both));
+                            both
+                        }
+                    };
+                    let [in_buckets, one] = both;
+                    as_one = as_one.max(one.time);
+                    Ok(in_buckets)
+                })?;
+                let size = (replicas, layout.replica);
+                let mut found = estimate(links, job, (method, format), size, &group, &work, &round);
+                found.as_one = as_one * fragments as f64;
+                estimates.push(found);
             }
         }
     }
     Ok(estimates)
-}
-
-fn round_cost(round: &Round) -> Cost {
-    Cost {
-        time: Seconds::ZERO,
-        sent: round.sent,
-    }
 }
 
 /// One fragment; about three layers each, as 2501.18512 has them; and a layer each, where `sync_every` can be dealt so.
@@ -359,8 +373,8 @@ fn estimate(
     (replicas, replica): (u32, &'static str),
     group: &Group,
     work: &Workload,
-    (round, reductions): (Round, Vec<Cost>),
-) -> Result<Estimate> {
+    round: &Round,
+) -> Estimate {
     let (sync_every, fragments, delay) = match method {
         Method::Ddp { .. } => (1, 1, 0),
         Method::Diloco {
@@ -375,7 +389,7 @@ fn estimate(
         replicas,
         method,
         work: *work,
-        reductions: reductions.iter().map(|cost| cost.time).collect(),
+        reductions: vec![round.reduction * (1.0 / fragments as f64); fragments as usize],
         hidden: (work.step + round.reduction) - (round.time - work.vote - work.handling(job.parameters)),
         death_every: job.failures.every,
         restart: job.failures.restart,
@@ -391,14 +405,13 @@ fn estimate(
     let ranks = f64::from(links.world());
     // What ranks of a replica wait for each other is no computing either.
     let computing = round.efficiency() * job.step.get() / work.step.get();
-    let goodput = goodput(&fleet, &round);
-    let bytes = reductions.first().map_or(Bytes(0), |cost| cost.sent);
+    let goodput = goodput(&fleet, round);
     let of_reduction = match method {
-        Method::Ddp { .. } => format.bytes(job.parameters),
-        Method::Diloco { fragments, .. } => format.bytes(job.parameters / fragments.max(1)),
+        Method::Ddp { .. } => format.bytes(job.parameters.min(LARGEST_BUCKET)),
+        Method::Diloco { .. } => format.bytes((job.parameters / fragments).min(job.bucket)),
     };
     let calls = lighthouse_call(replicas).get() * f64::from(replicas) * fragments as f64;
-    Ok(Estimate {
+    Estimate {
         method: method.to_string(),
         sync_every,
         fragments,
@@ -412,10 +425,11 @@ fn estimate(
         computing,
         goodput,
         efficiency: computing * goodput,
-        sent: Bytes((bytes.0 as f64 * fragments as f64 / steps) as u64),
+        sent: Bytes((round.sent.0 as f64 / steps) as u64),
         lighthouse: (calls / round.time.get()).min(1.0),
+        as_one: Seconds::ZERO,
         fleet,
-    })
+    }
 }
 
 fn transfer(rate: Rate, bytes: Bytes) -> Seconds {
@@ -454,7 +468,11 @@ fn assumptions(links: &Links, job: &Job) -> Vec<String> {
         format!("links: {percent:.1} % of a line is payload (MTU 1500); one connection fills it unless packets are lost"),
         "collectives: the rounds of the gloo backend, hosts before the network between them; their arithmetic costs nothing".to_string(),
         "data parallel: buckets of gradients (1 MiB, then 25 MiB of f32) leave during the backward pass, two thirds of a step; layers are equal".to_string(),
-        "DiLoCo: the rounds of the product; ranks of a replica average gradients in every step in f32; quantising costs nothing".to_string(),
+        format!(
+            "DiLoCo: the rounds of the product, a fragment in buckets of {} values, which wait for each other's last rounds; ranks of a replica average \
+             gradients in every step in f32",
+            job.bucket
+        ),
         format!("what a rank does itself for a value that it exchanges: {}", job.per_value),
         "the model fits each rank; what a method costs in loss is not weighed: H = 30 to 500, τ ≤ 5 and 4 bits are what papers trained with".to_string(),
         format!(

@@ -200,7 +200,7 @@ impl FromStr for Seconds {
 impl fmt::Display for Seconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (by, unit) = match self.0 {
-            s if s == 0.0 => (1.0, "s"),
+            0.0 => (1.0, "s"),
             s if s < 1e-6 => (1e-9, "ns"),
             s if s < 1e-3 => (1e-6, "µs"),
             s if s < 1.0 => (1e-3, "ms"),

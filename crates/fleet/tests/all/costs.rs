@@ -128,3 +128,34 @@ fn tens_of_thousands_of_ranks_are_followed_by_one_host() {
         .unwrap_err();
     assert!(e.message().contains("not alike"), "{e}");
 }
+
+/// Two rounds for a bucket of a megabyte between four hosts: its first one goes out ahead, so each waits for one way.
+#[test]
+fn small_buckets_wait_for_one_way_each_where_ways_are_long() {
+    let links = uniform(4, 1, 10e9, 0.02);
+    let (costs, group) = (Costs::new(&links), Group::all(&links));
+    let time = |bucket| {
+        Format::F32
+            .in_buckets(&costs, &group, 100 << 18, bucket)
+            .unwrap()
+            .time
+            .get()
+    };
+    let (small, large) = (time(1 << 18), time(100 << 18));
+    assert!((2.0..2.3).contains(&small), "a hundred ways of 20 ms: {small}");
+    assert!(
+        (0.16..0.19).contains(&large),
+        "two ways, and three halves of 105 MB: {large}"
+    );
+    // Two hosts have one round: nothing is left to wait for.
+    let links = uniform(2, 1, 10e9, 0.02);
+    let (costs, group) = (Costs::new(&links), Group::all(&links));
+    let time = |bucket| {
+        Format::F32
+            .in_buckets(&costs, &group, 100 << 18, bucket)
+            .unwrap()
+            .time
+            .get()
+    };
+    assert!(near(time(1 << 18), time(100 << 18), 0.02));
+}

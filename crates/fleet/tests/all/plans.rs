@@ -11,6 +11,7 @@ fn job(parameters: u64, step: f64, every: Option<f64>) -> Job {
         step: seconds(step),
         tokens: 16_384,
         per_value: Seconds::ZERO,
+        bucket: 1 << 18,
         failures: Failures {
             every: every.map(seconds),
             restart: seconds(60.0),
@@ -43,8 +44,12 @@ fn fast_links_need_no_more_than_data_parallel() {
 
 #[test]
 fn slow_links_need_rounds_and_the_slower_the_rarer() {
+    let large = Job {
+        bucket: 25 << 18,
+        ..job(1_000_000_000, 1.0, None)
+    };
     let at = |gbits| {
-        let plan = planned(4, 8, gbits, 0.02, &job(1_000_000_000, 1.0, None));
+        let plan = planned(4, 8, gbits, 0.02, &large);
         let best = plan.best().unwrap().clone();
         assert!(best.efficiency >= 0.95, "{gbits} Gbit/s: {}", plan.reason);
         best
@@ -118,4 +123,17 @@ fn jobs_that_make_no_sense_are_refused_with_what_to_give() {
     ] {
         assert!(plan(&links, &bad).is_err());
     }
+}
+
+#[test]
+fn small_buckets_over_long_ways_are_named() {
+    let hint = |delay, bucket| {
+        let job = Job {
+            bucket,
+            ..job(1_000_000_000, 1.0, None)
+        };
+        planned(4, 8, 10.0, delay, &job).hint
+    };
+    assert!(hint(0.02, 1 << 18).unwrap().contains("bucket_elements"));
+    assert_eq!((hint(0.02, 1 << 32), hint(20e-6, 1 << 18)), (None, None));
 }
