@@ -10,6 +10,7 @@
     reason = "test support: a failure here is a failed test"
 )]
 
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,8 @@ use manager::{Manager, ManagerConfig};
 use quant::{Codec, QuantizeOptions, QuantizedGroup};
 
 const PORT: u16 = 29_510;
+/// Where rank 0 hears that another one has ended.
+const ENDS_PORT: u16 = 29_511;
 /// DDP: steps before the measured ones, and those.
 const STEPS: [u64; 2] = [3, 15];
 
@@ -142,8 +145,8 @@ fn main() {
         panic!("usage: plan_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS STEP_MS ELEMENTS LAYERS METHOD");
     };
     let world: u32 = world.parse().unwrap();
-    // Its end is that of rank 0, which leaves after the closing round.
-    let _lighthouse = (rank == "0").then(|| {
+    let ends = (rank == "0").then(|| TcpListener::bind(format!("{own}:{ENDS_PORT}")).unwrap());
+    let lighthouse = (rank == "0").then(|| {
         LighthouseServer::start(LighthouseConfig {
             bind: format!("{own}:{PORT}"),
             min_replicas: world as usize,
@@ -171,4 +174,10 @@ fn main() {
     };
     let (steps, time) = measured.unwrap_or_else(|e| panic!("rank {rank}: {e}"));
     println!("{steps} {}", time.as_micros());
+    // A replica may have to repeat its closing round: the lighthouse ends with the last one.
+    match ends {
+        Some(ends) => (1..world).for_each(|_| drop(ends.accept().unwrap())),
+        None => drop(TcpStream::connect(format!("{first}:{ENDS_PORT}")).unwrap()),
+    }
+    drop(lighthouse);
 }
