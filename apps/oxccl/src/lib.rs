@@ -1,6 +1,6 @@
 //! The `oxccl` command as a library, for programs that embed it: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
 //! of one machine, `replica` drains, evicts or kills one of them, `why` says what a job waits for, `trace` where its ranks differ, `credentials` closes a job to strangers, `backends` lists what can carry data here,
-//! `bench` measures it, `new-plugin` writes a backend of one's own and `conformance` holds it to the suite. Results go to standard output, everything else to standard error.
+//! `bench` measures it, `plan` foresees what a job would do over given links, `new-plugin` writes a backend of one's own and `conformance` holds it to the suite. Results go to standard output, everything else to standard error.
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -25,6 +25,7 @@ mod launch;
 mod lighthouse;
 #[cfg(feature = "conformance")]
 mod new_plugin;
+mod plan;
 mod rendezvous;
 mod replica;
 mod results;
@@ -100,6 +101,7 @@ enum Command {
     Bench(bench::Arguments),
     #[command(hide = true)]
     BenchRank(bench::RankArguments),
+    Plan(plan::Arguments),
     #[cfg(feature = "conformance")]
     NewPlugin(new_plugin::Arguments),
     #[cfg(feature = "conformance")]
@@ -178,6 +180,7 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
         Command::BackendsProbe(arguments) => backends::probe(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::BenchRank(arguments) => bench::rank(arguments),
+        Command::Plan(arguments) => plan::run(arguments),
         #[cfg(feature = "conformance")]
         Command::NewPlugin(arguments) => new_plugin::run(arguments),
         #[cfg(feature = "conformance")]

@@ -43,6 +43,12 @@ const RUN: &[(&str, &str, &str)] = &[
     ("bench --op all_reduce,", "", "--iters 1 --warmup 0"),
     ("bench --option", "", "--iters 1 --warmup 0 --sizes 4"),
     ("credentials new", "", ""),
+    (
+        "plan --parameters 10B",
+        r#"printf '{"hosts": [{"name": "a", "count": 3, "ranks": 2}], "local": {"rate": 1e11}, "between": {"rate": 1e9}}' > links.json"#,
+        "",
+    ),
+    ("plan", "", ""),
     ("credentials issue", "", ""),
     ("credentials show", "", ""),
     (

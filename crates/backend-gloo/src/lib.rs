@@ -30,6 +30,7 @@ mod group;
 mod kernels;
 mod leave;
 mod limits;
+mod messages;
 mod notices;
 mod options;
 mod p2p;
@@ -61,6 +62,7 @@ use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, Error, GroupOptions, ProcessGroup, Result};
 
 pub use group::GlooGroup;
+pub use messages::{Exchange, Message, Messages};
 
 /// Makes gloo groups for the registry.
 #[derive(Debug, Clone, Copy, Default)]

@@ -30,6 +30,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("oxccl-ddp", Place::Floor(5)),
     ("oxccl-diloco", Place::Floor(5)),
     ("oxccl-candle", Place::Floor(5)),
+    ("oxccl-fleet", Place::Floor(5)),
     // `oxccl conformance` runs it; otherwise it is for tests.
     ("oxccl-conformance", Place::Floor(5)),
     ("oxccl", Place::Floor(6)),

@@ -47,6 +47,11 @@ impl Hosts {
         self.members.len() > 1 && self.members.iter().any(|m| m.len() > 1)
     }
 
+    /// True if all ranks are on one host.
+    pub(crate) fn is_one(&self) -> bool {
+        self.members.len() == 1
+    }
+
     pub(super) fn count(&self) -> u32 {
         u32::try_from(self.members.len()).unwrap_or(u32::MAX)
     }
