@@ -234,8 +234,10 @@ impl Port {
 
     /// True if a read would give something, or might.
     pub(crate) fn is_readable(&self) -> bool {
+        // A part of a header gives nothing: its rest has to be waited for.
+        let enough = if self.in_payload { 1 } else { DataHeader::BYTES };
         match &self.wire {
-            Wire::Socket(link) => link.readable || self.to > self.from,
+            Wire::Socket(link) => link.readable || self.to - self.from >= enough,
             Wire::Memory(_) => false,
         }
     }
@@ -256,4 +258,44 @@ pub(crate) fn decoded(bytes: &[u8; DataHeader::BYTES]) -> Result<DataHeader> {
             "sent something that is not a frame of a collective",
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use ftcore::Fingerprint;
+
+    use super::*;
+
+    #[test]
+    fn the_rest_of_a_header_that_came_in_two_parts_is_waited_for() {
+        let (mut peer, own) = UnixStream::pair().unwrap();
+        let link = Link::local(own, Arc::new(Counters::default())).unwrap();
+        let mut port = Port::new(1, "here".to_owned(), Wire::Socket(link));
+        let header = DataHeader {
+            epoch: 3,
+            seq: 4,
+            round: 5,
+            algorithm: 6,
+            contributors: 1,
+            length: 8,
+            fingerprint: Fingerprint::decode(&[9; 24]),
+        };
+        let bytes = header.encode();
+        let (first, rest) = bytes.split_at(20);
+        peer.write_all(first).unwrap();
+        port.fill().unwrap();
+        // Who believed that there is more would never ask the socket again.
+        assert!(port.header.is_none() && port.wants_read() && !port.is_readable());
+        peer.write_all(rest).unwrap();
+        peer.write_all(&[7]).unwrap();
+        port.link_mut(0).unwrap().readable = true;
+        port.fill().unwrap();
+        assert_eq!(port.header.take(), Some(header));
+        port.link_mut(0).unwrap().readable = false;
+        port.in_payload = true;
+        assert!(port.is_readable(), "a byte of the payload came with the header");
+    }
 }
