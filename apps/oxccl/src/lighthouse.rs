@@ -61,7 +61,7 @@ pub(crate) struct Arguments {
     /// The least number of replicas in a quorum; with fewer the job waits. To go on after a death it has to be below the number of replicas.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     min_replicas: u32,
-    /// The first quorum waits for this many, however long it takes: a repeatable start.
+    /// The first quorum since the lighthouse started waits for this many, however long it takes: a repeatable start. Restart it before the next run.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     initial_replicas: Option<u32>,
     /// How long a quorum waits for healthy replicas that have not asked yet.

@@ -27,7 +27,7 @@ use crate::ends::{Ends, NO_EPOCH};
 use crate::event_log::{self, EventLog};
 use crate::heal;
 use crate::killed::end_process;
-use crate::names::{random_id, reachable_host};
+use crate::names::{only_here, random_id, reachable_host};
 use crate::observed::{Attempt, Observed};
 use crate::quorum::{Ahead, GONE, Search};
 use crate::reporter::Reporter;
@@ -140,6 +140,9 @@ impl Manager {
                     .advertise_host
                     .clone()
                     .unwrap_or_else(|| reachable_host(host));
+                if let Some(text) = only_here(&store_host, lighthouse) {
+                    tracing::warn!("{text}");
+                }
                 let manager = ManagerServer::start(ManagerServerConfig {
                     replica_id: replica_id.clone(),
                     lighthouse: lighthouse.clone(),
