@@ -39,7 +39,7 @@ impl Training for DdpArgs {
   train_ddp
   train_ddp --replicas 3 --kill 0@100
   train_ddp --ranks-per-replica 2 --kill 1/1@100
-  oxccl launch --credentials job1 --lighthouse https://HOST:29510 --total-replicas 2 --first-replica 0 -- train_ddp replica --bind 0.0.0.0:0 --advertise HOST0";
+  oxccl launch --credentials job1 --lighthouse https://HOST:29510 --total-replicas 2 --first-replica 0 -- train_ddp replica --bind 0.0.0.0:0";
 
     fn to_args(&self) -> Vec<String> {
         let pairs: [(&str, String); 4] = [

@@ -168,7 +168,7 @@ impl Training for DilocoArgs {
   train_diloco --replicas 3 --kill 0@10
   train_diloco --ranks-per-replica 2 --kill 1/1@20
   train_diloco --no-kill --data book.txt --rounds 80
-  oxccl launch --credentials job1 --lighthouse https://HOST:29510 --total-replicas 2 --first-replica 0 -- train_diloco replica --bind 0.0.0.0:0 --advertise HOST0";
+  oxccl launch --credentials job1 --lighthouse https://HOST:29510 --total-replicas 2 --first-replica 0 -- train_diloco replica --bind 0.0.0.0:0";
 
     fn to_args(&self) -> Vec<String> {
         let mut args = Vec::new();

@@ -137,7 +137,7 @@ pub struct NetArgs {
     /// Address for this replica's servers; port 0 picks free ones. Use 0.0.0.0:0 across machines, with OXCCL_CREDENTIALS (or OXCCL_INSECURE=1).
     #[arg(long, default_value = "127.0.0.1:0")]
     pub bind: String,
-    /// Name or address by which the other machines reach this one; default: the address in --bind, or with 0.0.0.0 this machine's host name.
+    /// Name or address by which the other machines reach this one; default: the address in --bind, or with 0.0.0.0 the one from which it reaches the lighthouse.
     #[arg(long)]
     pub advertise: Option<String>,
     /// How long a reduction, connecting to the others or taking a state over may take, in milliseconds.

@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output, seconds};
-use crate::{TestArgs, book, deny, runner, tidy};
+use crate::{TestArgs, book, deny, locks, runner, tidy};
 
 /// The whole run should take less than this on two cores, from nothing.
 const GOAL: Duration = Duration::from_secs(25 * 60);
@@ -51,6 +51,7 @@ const fn task(name: &'static str, run: fn() -> Result<bool>) -> Step {
 const STEPS: &[Step] = &[
     cargo("fmt", 2, &["fmt", "--all", "--check"]),
     task("tidy", tidy::check),
+    task("locks", locks::check),
     task("deny", deny::check),
     task("book", book::build),
     cargo(

@@ -22,6 +22,7 @@ mod faults;
 mod launchers;
 mod libtest;
 mod lighthouse;
+mod locks;
 mod matrix;
 mod metadata;
 mod nccl;
@@ -61,6 +62,8 @@ enum Task {
     Tidy(TidyArgs),
     /// Check licences, banned crates and sources of all dependencies (and advisories where the database is reachable).
     Deny,
+    /// Check that the lock file of every workspace in the tree fits its manifests.
+    Locks,
     /// Measure our all-reduce against MPICH, Open MPI and PyTorch's Gloo here and now, and print the ratios.
     BenchPeers(Box<peers::Arguments>),
     /// Measure the time of a step at our lighthouse and, with --peer, at torchft's, with many replicas from one process.
@@ -140,6 +143,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Tidy(args) if args.words => tidy::check_words(),
         Task::Tidy(_) => tidy::check(),
         Task::Deny => deny::check(),
+        Task::Locks => locks::check(),
         Task::BenchPeers(args) => peers::run(*args),
         Task::BenchLighthouse(args) => lighthouse::run(&args),
         Task::Chaos(args) => chaos::run(&args),

@@ -342,7 +342,10 @@ impl Machine {
         self.kill_at = Some(deadline_in(self.run.config.grace));
     }
 
-    fn signal(&self, who: Who, signal: Signal) {
+    fn signal(&mut self, who: Who, signal: Signal) {
+        if let Some(slot) = self.slots.get_mut(&who) {
+            slot.sent.push(signal.as_raw());
+        }
         for (_, child) in self.slots.get(&who).into_iter().flat_map(Slot::running) {
             let sent = child::pid(child).and_then(|pid| child::signal_group(pid, signal));
             if let Err(e) = sent {
@@ -564,8 +567,7 @@ impl Machine {
         };
         let is_first_failure = !exit.success() && slot.failed.is_none();
         if !exit.success() {
-            let this = (t_us, rank);
-            slot.failed = Some(slot.failed.map_or(this, |first| first.min(this)));
+            slot.fail(rank, exit, t_us);
         }
         let others_run = slot.is_running();
         if others_run && is_first_failure && !slot.over {

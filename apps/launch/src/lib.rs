@@ -25,5 +25,5 @@ pub use output::{OutputLine, OutputSink};
 pub use queue::SupervisorEvents;
 pub use supervisor::{
     GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch,
-    RestartPolicy, Supervisor, SupervisorConfig, check_lighthouse,
+    RestartPolicy, Supervisor, SupervisorConfig,
 };

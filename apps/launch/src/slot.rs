@@ -7,6 +7,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use ftcore::TcpStoreServer;
+use rustix::process::Signal;
 
 use super::outcome::ExitSummary;
 
@@ -37,6 +38,16 @@ pub(super) struct Process {
     pub(super) tail: String,
 }
 
+/// A rank that failed. The least of an incarnation's is the cause of the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Failure {
+    /// It came to an end by itself, as one does whose peer is gone, or by our signal.
+    may_follow: bool,
+    /// When its end was seen: by a thread of its own, which may be woken later than that of a rank that ended after it.
+    t_us: u64,
+    rank: u32,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -49,8 +60,10 @@ pub(super) struct Slot {
     pub(super) in_a_row: u32,
     pub(super) started: Instant,
     pub(super) next_start: Option<Instant>,
-    /// The rank that failed first in this incarnation, and when: the messages of their ends may come in another order.
-    pub(super) failed: Option<(u64, u32)>,
+    /// The rank whose end was the cause of the others'.
+    pub(super) failed: Option<Failure>,
+    /// The signals that were sent to the ranks of this incarnation.
+    pub(super) sent: Vec<i32>,
     /// When the ranks that outlived it are killed.
     pub(super) kill_at: Option<Instant>,
     /// It will not be started again.
@@ -69,6 +82,7 @@ impl Slot {
             started: Instant::now(),
             next_start: None,
             failed: None,
+            sent: Vec::new(),
             kill_at: None,
             over: false,
             gave_up: false,
@@ -101,6 +115,7 @@ impl Slot {
         self.next_start = None;
         self.kill_at = None;
         self.failed = None;
+        self.sent.clear();
         self.started = Instant::now();
         self.store = None;
         for process in &mut self.ranks {
@@ -109,8 +124,25 @@ impl Slot {
         incarnation
     }
 
-    /// How the incarnation ended and the end of its output: of the rank that ended with a code that no restart cures, else of the one that failed
-    /// first, else of the first.
+    /// `rank` has failed.
+    pub(super) fn fail(&mut self, rank: u32, exit: ExitSummary, t_us: u64) {
+        // No peer's end brings these about; a program that gives up may abort, and one that writes to a dead peer gets SIGPIPE.
+        let from_outside = |signal: i32| {
+            ![Signal::ABORT, Signal::PIPE]
+                .map(Signal::as_raw)
+                .contains(&signal)
+        };
+        let is_ours = |signal: i32| self.sent.contains(&signal);
+        let this = Failure {
+            may_follow: !exit.signal.is_some_and(|s| from_outside(s) && !is_ours(s)),
+            t_us,
+            rank,
+        };
+        self.failed = Some(self.failed.map_or(this, |first| first.min(this)));
+    }
+
+    /// How the incarnation ended and the end of its output: of the rank that ended with a code that no restart cures, else of the one whose
+    /// failure was the cause, else of the first.
     pub(super) fn end(&self, fatal_codes: &[i32]) -> (Option<ExitSummary>, String) {
         let is_fatal = |p: &&Process| {
             let code = p.exit.and_then(|exit| exit.status);
@@ -118,7 +150,7 @@ impl Slot {
         };
         let fatal = self.ranks.iter().find(is_fatal);
         let cause = fatal
-            .or_else(|| self.rank(self.failed?.1))
+            .or_else(|| self.rank(self.failed?.rank))
             .or_else(|| self.ranks.first());
         cause.map_or((None, String::new()), |p| (p.exit, p.tail.clone()))
     }
@@ -142,15 +174,25 @@ mod tests {
         ended(&mut slot, 0, Some(0), None, "");
         ended(&mut slot, 1, None, Some(9), "first");
         ended(&mut slot, 2, Some(1), None, "lost rank 1");
-        slot.failed = Some((5, 1));
+        // Rank 2 exits since rank 1 was killed, and the thread that waits for it is woken first.
+        let exit = |slot: &Slot, rank: u32| slot.rank(rank).unwrap().exit.unwrap();
+        slot.fail(2, exit(&slot, 2), 4);
+        assert_eq!(slot.end(&[2]).1, "lost rank 1");
+        slot.fail(1, exit(&slot, 1), 5);
         assert_eq!(slot.end(&[2]).1, "first");
+        // Had we killed it, it would have been for rank 2's failure.
+        slot.failed = None;
+        slot.sent = vec![15, 9];
+        slot.fail(2, exit(&slot, 2), 4);
+        slot.fail(1, exit(&slot, 1), 5);
+        assert_eq!(slot.end(&[2]).1, "lost rank 1");
         // What no restart cures is the cause, also if another rank noticed first.
         ended(&mut slot, 2, Some(2), None, "no cure");
         assert_eq!(slot.end(&[2]).1, "no cure");
         slot.begin();
         assert_eq!(
-            (slot.incarnations, slot.failed, slot.end(&[2]).0),
-            (1, None, None)
+            (slot.incarnations, slot.failed, slot.sent.len(), slot.end(&[2]).0),
+            (1, None, 0, None)
         );
     }
 }

@@ -1,14 +1,13 @@
 //! The driver's handle on a supervised run: what to start, how to restart it, and how to end it.
 
 use std::collections::HashMap;
-use std::net::{TcpStream, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, split_url, time_left};
+use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
 use oxccl::launch::now_us;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -431,63 +430,6 @@ fn take_signals(control: Sender<Control>) -> Result<Handle> {
     Ok(handle)
 }
 
-/// Looks whether a lighthouse listens at one of these addresses (`http://host:port` or `https://host:port`, several separated by commas), so that a
-/// wrong one is found before anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
-/// connection comes about by `deadline`.
-pub fn check_lighthouse(urls: &str, deadline: Instant) -> Result<()> {
-    let mut answer = Ok(());
-    let urls: Vec<&str> = urls.split(',').map(str::trim).collect();
-    for (left, url) in (1..=urls.len()).rev().zip(&urls) {
-        // Each gets its part of the time.
-        let part = time_left(deadline) / u32::try_from(left).unwrap_or(u32::MAX);
-        answer = check_one(url, deadline_in(part));
-        match &answer {
-            Ok(()) => break,
-            Err(e) if e.kind() == ErrorKind::InvalidArgument => break,
-            Err(_) => {}
-        }
-    }
-    answer
-}
-
-fn check_one(url: &str, deadline: Instant) -> Result<()> {
-    let plain = |found| match url.trim_end_matches('/').matches('/').count() {
-        2 => Ok(found),
-        _ => Err(Error::invalid("there is a path behind the port")),
-    };
-    let (host, port) = split_url(url).and_then(plain).map_err(|e| {
-        Error::invalid(format!(
-            "lighthouse address \"{url}\" must look like http://host:port: {}",
-            e.message()
-        ))
-    })?;
-    let unavailable = |what: String| {
-        Error::new(
-            ErrorKind::Unavailable,
-            format!(
-                "lighthouse not reachable at {url}: {what}; is it running, and is the address right? \
-                 `oxccl lighthouse` starts one"
-            ),
-        )
-    };
-    let addresses: Vec<_> = (host, port)
-        .to_socket_addrs()
-        .map_err(|e| unavailable(e.to_string()))?
-        .collect();
-    let mut last = String::from("the name has no address");
-    for address in addresses {
-        let left = time_left(deadline);
-        if left.is_zero() {
-            return Err(unavailable(format!("time is up ({last})")));
-        }
-        match TcpStream::connect_timeout(&address, left) {
-            Ok(_) => return Ok(()),
-            Err(e) => last = format!("{address}: {e}"),
-        }
-    }
-    Err(unavailable(last))
-}
-
 /// How long one retry of a lighthouse's start may take when it is restarted in the middle of a run.
 pub(super) fn restart_deadline() -> Instant {
     deadline_in(Duration::from_secs(30))
@@ -503,39 +445,6 @@ mod tests {
         let pauses: Vec<u128> = (0..7).map(|n| policy.pause(n).as_millis()).collect();
         assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 10_000, 10_000]);
         assert_eq!(policy.pause(u32::MAX), policy.backoff_max);
-    }
-
-    #[test]
-    fn a_lighthouse_address_is_checked_before_anything_starts() {
-        let soon = || deadline_in(Duration::from_secs(20));
-        for bad in [
-            "",
-            "localhost:1",
-            "ftp://h:1",
-            "http://",
-            "http://h",
-            "http://h:port",
-            "http://:1",
-            "http://h:1/x",
-        ] {
-            assert_eq!(
-                check_lighthouse(bad, soon()).unwrap_err().kind(),
-                ErrorKind::InvalidArgument,
-                "{bad}"
-            );
-        }
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        check_lighthouse(&url, soon()).unwrap();
-        // Of several one that listens suffices: the others may be down.
-        check_lighthouse(&format!("http://127.0.0.1:9,{url}"), soon()).unwrap();
-        drop(listener);
-        let e = check_lighthouse(&url, soon()).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Unavailable);
-        assert!(
-            e.to_string().contains(&url) && e.to_string().contains("oxccl lighthouse"),
-            "{e}"
-        );
     }
 
     #[test]

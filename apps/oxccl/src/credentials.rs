@@ -17,7 +17,7 @@ Examples:
   Each replica with a folder of its own, which can be that replica and nothing else; copy it to the replica's machine,
   and set it for its processes:
     oxccl credentials issue job1 replica0 job1-replica0
-    oxccl launch --credentials job1-replica0 --lighthouse https://HOST:29510 --total-replicas 2 -- train_diloco replica --bind 0.0.0.0:0 --advertise HOST0
+    oxccl launch --credentials job1-replica0 --lighthouse https://HOST:29510 --total-replicas 2 -- train_diloco replica --bind 0.0.0.0:0
 
   A lighthouse on a machine that cannot make certificates:
     oxccl credentials issue --for lighthouse job1 job1-lighthouse

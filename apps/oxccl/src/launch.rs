@@ -10,16 +10,21 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use oxccl::coordination::LighthouseClient;
 use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
+use oxccl::identity::Party;
 use oxccl::launch::{EventKind, ReplicaEvent};
 use oxccl_launch::{
     ExitSummary, GiveUp, LighthouseSource, Outcome, OutputSink, RestartPolicy, StopReason, Supervisor,
-    SupervisorConfig, SupervisorEvent, check_lighthouse,
+    SupervisorConfig, SupervisorEvent,
 };
 
+use self::waits::Waits;
 use super::ExitCode;
 use super::again;
 use super::rendezvous::{Address, Node, Rendezvous};
+
+mod waits;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -122,11 +127,10 @@ pub(crate) struct Arguments {
     program: Vec<std::ffi::OsString>,
 }
 
-/// How long the lighthouse and the processes get to start, and how long a given lighthouse may take to answer.
+/// How long the lighthouse and the processes get to start.
 const START: Duration = Duration::from_secs(30);
-const REACH: Duration = Duration::from_secs(10);
-/// How long one that is started at the same time may refuse connections, and how often it is tried.
-const COMES_UP: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(100));
+/// How long a given lighthouse may take to answer: it may be starting beside this command.
+const REACH: Duration = Duration::from_secs(5);
 /// How often the other nodes are looked after.
 const LOOK: Duration = Duration::from_secs(1);
 /// A commit is told at most so often.
@@ -142,6 +146,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let (program, program_arguments) = (program.clone(), program_arguments.to_vec());
     is_there(&program)?;
     let credentials = credentials(arguments.credentials)?;
+    let party = credentials.as_deref().map(Party::tool).transpose()?;
     let insecure = arguments
         .insecure
         .then_some((oxccl::core::identity::INSECURE, "1"));
@@ -167,6 +172,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         options.extend(host.map(|host| format!("--advertise-host={host}")));
         own_lighthouse(bind, options, insecure)
     };
+    let mut client = None;
     let source = match (&place.node, arguments.lighthouse) {
         (Some((node, address)), _) if node.node == 0 => {
             let (bind, host) = address.lighthouse();
@@ -178,7 +184,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             LighthouseSource::External(address.lighthouse_url(has_credentials))
         }
         (None, Some(url)) => {
-            await_lighthouse(&url)?;
+            // Before anything is started: a wrong address, or credentials of another job.
+            client = Some(LighthouseClient::connect_as(
+                party.clone(),
+                &url,
+                deadline_in(REACH),
+            )?);
             LighthouseSource::External(url)
         }
         (None, None) => own(arguments.lighthouse_bind, None)?,
@@ -232,12 +243,19 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         sizes: BTreeMap::new(),
         due: Instant::now(),
     };
+    let mut waits = Waits::new(party, client);
     let mut end = None;
     while !events.is_over() {
         match events.next_until(deadline_in(LOOK)) {
             Some(SupervisorEvent::Finished(outcome)) => end = Some(outcome),
-            Some(other) => shown.show(&other),
+            Some(other) => {
+                waits.heard();
+                shown.show(&other);
+            }
             None => {}
+        }
+        if let Some(text) = waits.ask(supervisor.lighthouse()) {
+            say!("oxccl: {text}");
         }
         if let Some(others_run) = met.as_ref().and_then(Rendezvous::others_run) {
             supervisor.hold_lighthouse(others_run);
@@ -250,20 +268,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         (StopReason::Stopped { .. }, _) => ExitCode::from(130),
         _ => ExitCode::from(1),
     })
-}
-
-/// Waits for a given lighthouse, which may be starting beside this command.
-fn await_lighthouse(url: &str) -> Result<()> {
-    let (patience, pause) = COMES_UP;
-    let up_by = deadline_in(patience);
-    loop {
-        match check_lighthouse(url, deadline_in(REACH)) {
-            Err(e) if e.kind() == ErrorKind::Unavailable && Instant::now() < up_by => {
-                std::thread::sleep(pause)
-            }
-            answer => return answer,
-        }
-    }
 }
 
 /// What this machine starts of the job.
@@ -391,7 +395,6 @@ fn output(ranks: u32, is_json: bool) -> OutputSink {
     })
 }
 
-/// `tells`: what the processes wrote was not seen yet.
 /// What of the events is told as they come.
 struct Shown {
     ranks: u32,

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use oxccl::core::deadline_in;
+use oxccl::coordination::{LighthouseConfig, LighthouseServer};
+use oxccl::core::{Credentials, deadline_in};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
@@ -113,9 +114,45 @@ fn a_lighthouse_that_is_not_there_is_named_before_anything_starts() {
     );
     assert_eq!(code, Some(3), "{err}");
     assert!(
-        err.contains("lighthouse not reachable") && err.contains(&url),
+        err.contains("cannot reach the lighthouse") && err.contains(&url),
         "{err}"
     );
+    assert!(!proof.exists());
+}
+
+#[test]
+fn credentials_of_another_job_end_a_launch_before_anything_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (dir.path().join("ours"), dir.path().join("theirs"));
+    for job in [&ours, &theirs] {
+        oxccl::identity::create(job, Some("job1")).unwrap();
+    }
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        credentials: vec![Credentials::load(&ours).unwrap()],
+        ..LighthouseConfig::default()
+    })
+    .unwrap();
+    let (url, proof) = (lighthouse.address(), dir.path().join("started"));
+    let theirs = theirs.to_str().unwrap();
+    let output = oxccl(&[
+        "launch",
+        "--lighthouse",
+        &url,
+        "--credentials",
+        theirs,
+        "--",
+        "touch",
+        proof.to_str().unwrap(),
+    ])
+    .output()
+    .unwrap();
+    let (code, _, err) = text(&output);
+    assert_eq!(code, Some(3), "{err}");
+    for part in [url.as_str(), theirs, "not of job job1"] {
+        assert!(err.contains(part), "{part} in: {err}");
+    }
+    assert!(!err.contains("is the lighthouse running"), "{err}");
     assert!(!proof.exists());
 }
 

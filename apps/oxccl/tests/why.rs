@@ -162,13 +162,28 @@ fn a_replica_whose_rank_hangs_is_named_while_the_others_wait_and_after_its_serve
     // b is in its step still.
     let call = a.asks(8);
     until(&a.client, "the call", |s| s.waiting.len() == 1);
+    // For a while that is how steps end.
+    says(
+        &url,
+        0,
+        &["nothing is stuck: 1 replica asked", "no strict majority"],
+    );
+    let mut later = a.client.status(deadline_in(LONG)).unwrap();
+    later.waiting[0].waiting_ms += 60_000;
+    let later = later.explain();
+    assert!(later.stuck, "{later:?}");
     let parts = [
-        "1 replica waits for a quorum since",
+        "1 replica waits for a quorum since 60 s",
         "no strict majority",
         "b:1 must finish the step and ask",
         "evict",
     ];
-    says(&url, 1, &parts);
+    for part in parts {
+        assert!(
+            format!("{} {}", later.text, later.frees).contains(part),
+            "{part} in: {later:?}"
+        );
+    }
     b.client
         .failed("b:1", "rank 1 shows no progress", deadline_in(LONG))
         .unwrap();

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result};
+use ftcore::{Credentials, Error, ErrorKind, Result, split_url};
 use hyper_util::rt::TokioIo;
-use identity::{ClientStream, Party, Role};
+use identity::{ClientStream, Party, Refusal, Role};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
@@ -231,6 +231,10 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub(crate) fn endpoint(url: &str, way: &Way) -> Result<Endpoint> {
     let bad = |why: String| Error::invalid(format!("'{url}' is not a URL like http://host:29510: {why}"));
     way.check(url)?;
+    split_url(url)?;
+    if url.trim_end_matches('/').matches('/').count() != 2 {
+        return Err(bad("there is a path behind the port".to_owned()));
+    }
     // TLS is the connector's; what speaks over it is the same.
     let plain = url.replacen("https://", "http://", 1);
     let endpoint = Endpoint::from_shared(plain).map_err(|e| bad(e.to_string()))?;
@@ -242,7 +246,8 @@ pub(crate) fn endpoint(url: &str, way: &Way) -> Result<Endpoint> {
         .connect_timeout(Duration::from_secs(10)))
 }
 
-/// Connects on `handle`'s threads, trying again until `deadline`, and waits for it. The channel reconnects by itself later.
+/// Connects on `handle`'s threads, trying again until `deadline` or until the server refuses who this process is, and waits for it. The channel
+/// reconnects by itself later.
 ///
 /// Errors: `InvalidArgument` for the URL; `Unavailable` with the URL, the time waited and the last failure; `hint` says what to do about it.
 pub(crate) fn reach(
@@ -267,6 +272,10 @@ pub(crate) fn reach(
             loop {
                 match tokio::time::timeout_at(deadline.into(), way.connect(&endpoint)).await {
                     Ok(Ok(channel)) => return Ok(channel),
+                    Ok(Err(e)) if Refusal::is_in(&e) => {
+                        let text = format!("the {what} at {url}: {}", cause(&e));
+                        return Err(Error::new(ErrorKind::Unavailable, text));
+                    }
                     Ok(Err(e)) => last = chain(&e),
                     Err(_) => {}
                 }
@@ -297,6 +306,12 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
         cause = c.source();
     }
     text
+}
+
+/// The innermost cause of an error.
+pub(crate) fn cause(error: &dyn std::error::Error) -> String {
+    let innermost = std::iter::successors(Some(error), |e| e.source()).last();
+    innermost.map_or_else(String::new, ToString::to_string)
 }
 
 /// One call with a deadline, which the server is told as well (`grpc-timeout`).

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result};
-use identity::{Party, Role};
+use identity::{Party, Refusal, Role};
 use tokio::runtime::Handle;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response};
@@ -210,18 +210,22 @@ impl Search {
     }
 }
 
-/// The first of these that can be connected to. Errors: `Unavailable` with the last failure.
+/// The first of these that can be connected to; no round more if every one of them refuses who this process is. Errors: `Unavailable` with the last
+/// failure.
 async fn first_reached(endpoints: Vec<Endpoint>, way: Way, deadline: Instant) -> Result<usize> {
     let mut search = Search::new(endpoints.len());
-    let mut last = String::from("no answer");
+    let (mut last, mut refusals) = (String::from("no answer"), 0);
     for (at, endpoint) in endpoints.iter().enumerate().cycle() {
-        match tokio::time::timeout_at(deadline.into(), way.connect(endpoint)).await {
+        let attempt = tokio::time::timeout_at(deadline.into(), way.connect(endpoint)).await;
+        let refused = matches!(&attempt, Ok(Err(e)) if Refusal::is_in(e));
+        refusals = if refused { refusals + 1 } else { 0 };
+        match attempt {
             Ok(Ok(_)) => return Ok(at),
             Ok(Err(e)) => last = format!("{}: {}", endpoint.uri(), channel::chain(&e)),
             Err(_) => {}
         }
         let pause = search.next();
-        if time_left(deadline) <= pause {
+        if time_left(deadline) <= pause || refusals == endpoints.len() {
             break;
         }
         tokio::time::sleep(pause).await;

@@ -366,8 +366,15 @@ fn callers_without_credentials_or_with_anothers_are_told_what_is_missing() {
     let stranger = Party::new(&other, Role::Operator).unwrap();
     let short = || Instant::now() + Duration::from_secs(1);
     for url in [job.lighthouse.address(), job.replicas[0].server.address()] {
-        let e = LighthouseClient::connect_as(Some(Arc::clone(&stranger)), &url, short()).unwrap_err();
+        // A refusal is not tried again until the deadline: it would stay one.
+        let late = Instant::now() + Duration::from_secs(3600);
+        let e = LighthouseClient::connect_as(Some(Arc::clone(&stranger)), &url, late).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unavailable);
+        assert!(e.message().contains("certificate is not of job demo"), "{e}");
+        assert!(e.message().contains(&url) && e.message().contains("other"), "{e}");
+        assert!(!e.message().contains("is the lighthouse running"), "{e}");
+        let twice = format!("{url},{url}");
+        let e = LighthouseClient::connect_as(Some(Arc::clone(&stranger)), &twice, late).unwrap_err();
         assert!(e.message().contains("certificate is not of job demo"), "{e}");
         let e = LighthouseClient::connect_as(None, &url, short()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
@@ -388,7 +395,8 @@ fn callers_without_credentials_or_with_anothers_are_told_what_is_missing() {
     }
     // A member that answers in the place of the lighthouse is not it.
     let url = job.replicas[0].server.address();
-    let e = LighthouseClient::connect_as(Some(job.operator()), &url, short()).unwrap_err();
+    let late = Instant::now() + Duration::from_secs(3600);
+    let e = LighthouseClient::connect_as(Some(job.operator()), &url, late).unwrap_err();
     assert!(e.message().contains("proves to be replica 'a'"), "{e}");
     training.end();
 }

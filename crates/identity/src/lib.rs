@@ -20,7 +20,7 @@ mod trust;
 
 pub use accept::Acceptor;
 pub use folder::{Summary, create, issue, issue_for_lighthouse, show};
-pub use party::Party;
+pub use party::{Party, Refusal};
 pub use revoked::revoke;
 /// A connection with TLS, this process being the caller.
 pub use tokio_rustls::client::TlsStream as ClientStream;

@@ -1,7 +1,9 @@
 //! This process in one role: the certificate that it shows, and connections that it makes.
 
+use std::fmt;
 use std::future::poll_fn;
 use std::io;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -25,6 +27,8 @@ use crate::{Role, server_name};
 #[derive(Debug)]
 pub struct Party {
     job: String,
+    /// Where its credentials are from, for messages.
+    folder: PathBuf,
     role: Role,
     name: ServerName<'static>,
     client: Arc<ClientConfig>,
@@ -104,6 +108,7 @@ impl Party {
             .map_err(|e| Error::invalid(format!("job id {job}: {e}")))?;
         Ok(Arc::new(Self {
             job,
+            folder: credentials.folder().to_owned(),
             role,
             name,
             client: Arc::new(client),
@@ -126,7 +131,8 @@ impl Party {
     /// Returns once the other side has accepted the proof, so that a refusal is seen here and not by the first request. Without a deadline of
     /// its own.
     ///
-    /// Errors: `Unavailable` that says which side lacks what. What the other side is or does is never this process's own wrong argument.
+    /// Errors: `Unavailable` that says which side lacks what, with a [`Refusal`] as its source where another try with the same credentials would end
+    /// alike. What the other side is or does is never this process's own wrong argument.
     pub async fn connect<S>(&self, stream: S, expected: Option<&Role>) -> Result<TlsStream<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -138,16 +144,16 @@ impl Party {
             .await
             .map_err(|e| refused(&e))?;
         let peer = owner(stream.get_ref().1.peer_certificates(), &self.job)
-            .map_err(|why| unavailable(format!("the server is none of job {}: {why}", self.job)))?;
+            .map_err(|why| refusal(format!("the server is none of job {}: {why}", self.job)))?;
         let shown = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         if let Some(Err(why)) = shown.map(|certificate| self.revoked.check(certificate)) {
-            return Err(unavailable(format!(
+            return Err(refusal(format!(
                 "the server is none of job {} any more: {why}",
                 self.job
             )));
         }
         if let Some(expected) = expected.filter(|e| **e != peer.role) {
-            return Err(unavailable(format!(
+            return Err(refusal(format!(
                 "the server proves to be {peer}, and {expected} was called"
             )));
         }
@@ -168,34 +174,54 @@ impl Party {
 
     /// What a failed handshake means.
     fn explained(&self, error: &io::Error) -> Error {
-        let (job, own) = (&self.job, &self.role);
+        let (job, own, folder) = (&self.job, &self.role, self.folder.display());
         let cause = error.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>());
-        let text = match cause {
-            Some(rustls::Error::AlertReceived(alert)) => {
-                format!(
-                    "the server refuses the credentials of this process, {own} of job {job} ({alert:?}): does it have those of the same job?"
-                )
-            }
-            Some(rustls::Error::InvalidCertificate(why)) => {
-                format!(
-                    "the server's certificate is not of job {job} as this process knows it ({why:?}): does it have those credentials?"
-                )
-            }
-            Some(rustls::Error::InvalidMessage(_)) => {
-                format!(
-                    "the server does not speak TLS: it runs without credentials, and this process has those of job {job}"
-                )
-            }
-            Some(other) => format!("the server did not prove that it is of job {job}: {other}"),
-            None if error.kind() == io::ErrorKind::UnexpectedEof => {
-                format!(
-                    "the server closed the connection while both were to prove that they are of job {job}: does it have credentials?"
-                )
-            }
-            None => format!("while both were to prove that they are of job {job}: {error}"),
-        };
-        unavailable(text)
+        match cause {
+            Some(rustls::Error::AlertReceived(alert)) => refusal(format!(
+                "the server refuses the credentials of this process, {own} of job {job} with those in {folder} ({alert:?}): does it have those of the \
+                 same job?"
+            )),
+            Some(rustls::Error::InvalidCertificate(why)) => refusal(format!(
+                "the server's certificate is not of job {job} as this process knows it from {folder} ({why:?}): does it have those credentials?"
+            )),
+            Some(rustls::Error::InvalidMessage(_)) => refusal(format!(
+                "the server does not speak TLS: it runs without credentials, and this process has those of job {job} in {folder}"
+            )),
+            Some(other) => unavailable(format!(
+                "the server did not prove that it is of job {job}: {other}"
+            )),
+            None if error.kind() == io::ErrorKind::UnexpectedEof => unavailable(format!(
+                "the server closed the connection while both were to prove that they are of job {job}: does it have credentials?"
+            )),
+            None => unavailable(format!(
+                "while both were to prove that they are of job {job}: {error}"
+            )),
+        }
     }
+}
+
+/// The source of an error of [`Party::connect`] that another try would not cure: the other side is there, and one of the two is not whom the other
+/// expects.
+#[derive(Debug)]
+pub struct Refusal(String);
+
+impl Refusal {
+    /// True if it is among the sources of `error`, or `error` itself.
+    pub fn is_in(error: &(dyn std::error::Error + 'static)) -> bool {
+        error.is::<Self>() || error.source().is_some_and(Self::is_in)
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+fn refusal(text: String) -> Error {
+    unavailable(text.clone()).with_source(Refusal(text))
 }
 
 fn unavailable(text: String) -> Error {

@@ -78,8 +78,8 @@ pub struct ManagerConfig {
     /// Where this rank listens, `host:port` or `[v6]:port`. The port is the manager server's (group rank 0), 0 picks a free one; the store and the
     /// checkpoint server listen on free ports of the same host.
     pub bind: String,
-    /// The host name or address that other machines reach this one by; `None`: the bind host, or this host's name if that
-    /// is a wildcard.
+    /// The host name or address that other machines reach this one by; `None`: the bind host, or if that is a wildcard the address from which this
+    /// machine reaches the lighthouse, else its name.
     pub advertise_host: Option<String>,
     /// A step commits only in a quorum of at least this many members. It counts members, not contributors: one that healed into
     /// the step holds its state, although its values do not count yet.

@@ -27,7 +27,7 @@ use crate::ends::{Ends, NO_EPOCH};
 use crate::event_log::{self, EventLog};
 use crate::heal;
 use crate::killed::end_process;
-use crate::names::{only_here, random_id, reachable_host};
+use crate::names::{only_here, random_id, told_host};
 use crate::observed::{Attempt, Observed};
 use crate::quorum::{Ahead, GONE, Search};
 use crate::reporter::Reporter;
@@ -136,10 +136,7 @@ impl Manager {
                     (None, false) => TcpStoreServer::bind(&at)?,
                     (credentials, _) => TcpStoreServer::bind_with(&at, credentials.clone())?,
                 };
-                let store_host = config
-                    .advertise_host
-                    .clone()
-                    .unwrap_or_else(|| reachable_host(host));
+                let store_host = told_host(config.advertise_host.as_deref(), host, lighthouse);
                 if let Some(text) = only_here(&store_host, lighthouse) {
                     tracing::warn!("{text}");
                 }
@@ -181,10 +178,11 @@ impl Manager {
         let client = ManagerClient::connect_as(party.clone(), Some(&replica_id), &manager_address, deadline)?;
         let client = Arc::new(client);
         // The port in `bind` is the manager server's.
-        let own = join_address(split_address(&config.bind)?.0, 0);
+        let (host, _) = split_address(&config.bind)?;
+        let towards = config.lighthouse.as_ref().unwrap_or(&manager_address);
         let transport = HttpTransport::start_with(
-            &own,
-            config.advertise_host.as_deref(),
+            &join_address(host, 0),
+            Some(&told_host(config.advertise_host.as_deref(), host, towards)),
             TransportOptions {
                 party: party.clone(),
                 insecure: config.insecure,

@@ -212,9 +212,15 @@ fn readmes(root: &Path) -> Result<Vec<(String, String)>> {
 
 /// Every `Cargo.toml`, those of the workspaces beside the main one too.
 fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
+    files_named(root, "Cargo.toml")
+}
+
+/// Every file of this name below `root`, but for what is built or hidden.
+pub(crate) fn files_named(root: &Path, name: &str) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
-    collect(root, "toml", &mut paths)?;
-    paths.retain(|path| path.file_name().is_some_and(|name| name == "Cargo.toml"));
+    let extension = Path::new(name).extension().and_then(|e| e.to_str());
+    collect(root, extension.unwrap_or_default(), &mut paths)?;
+    paths.retain(|path| path.file_name().is_some_and(|n| n == name));
     Ok(paths)
 }
 

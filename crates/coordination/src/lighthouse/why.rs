@@ -210,23 +210,25 @@ fn waits(s: &LighthouseStatus) -> Why {
             listed(ids)
         ),
     };
+    // Members that come a little later are no fault.
+    let short = since.unwrap_or(0) < SLOW_MS.max(s.pace_ms.unwrap_or(0).saturating_mul(SLOW));
     // A newer version may know more words than these.
     let (frees, moment) = match s.verdict.as_str() {
         "too_few" => {
             let lack = s.min_replicas.saturating_sub(asking).max(1);
             let more = lack.saturating_sub(missing.len());
-            let start = match more {
-                0 => String::new(),
-                n => format!("start {} more, or a lighthouse with a smaller --min-replicas", replicas(n)),
-            };
+            let start = format!("start {} more, or a lighthouse with a smaller --min-replicas", replicas(more));
             let wait = silent(&missing);
-            (if start.is_empty() { wait.trim_start_matches("; ").to_string() } else { start + &wait }, false)
+            match more {
+                0 => (wait.trim_start_matches("; ").to_string(), short),
+                _ => (start + &wait, false),
+            }
         }
         "initial" => (
             "start the rest of the replicas, or a lighthouse with a smaller --initial-replicas".to_string(),
             false,
         ),
-        "no_majority" | "newcomers" => (silent(&missing).trim_start_matches("; ").to_string(), false),
+        "no_majority" | "newcomers" => (silent(&missing).trim_start_matches("; ").to_string(), short),
         "goes_back" => (
             "start a replica that has the recorded state (its checkpoint of that step); if it is lost for good, restart the lighthouse with \
              --accept-rollback: the job then goes on from the earlier step"
@@ -246,8 +248,7 @@ fn waits(s: &LighthouseStatus) -> Why {
                 silent(&missing).trim_start_matches("; "),
                 time(s.join_timeout_ms)
             ),
-            // A replica that comes a little later is no fault.
-            since.unwrap_or(0) < SLOW_MS.max(s.pace_ms.unwrap_or(0).saturating_mul(SLOW)),
+            short,
         ),
         // It forms at this very moment.
         _ => (String::new(), true),
