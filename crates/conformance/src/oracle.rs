@@ -62,11 +62,25 @@ pub(crate) fn input(kind: Inputs, dtype: DType, op: ReduceOp, rank: u32, index: 
     }
 }
 
+/// After how many indices the inputs repeat, if they do: then they, and what becomes of them, are computed once.
+fn period(kind: Inputs, dtype: DType, op: ReduceOp) -> Option<usize> {
+    // Nine indices on, the seed has grown by 68.
+    match kind {
+        Inputs::Small if dtype == DType::Bool || op == ReduceOp::Product => Some(27),
+        Inputs::Small => Some(81),
+        Inputs::Fractions => Some(909),
+        Inputs::Special if dtype == DType::Bool => Some(27),
+        Inputs::Special if dtype.is_float() => Some(13),
+        Inputs::Special => None,
+    }
+}
+
 fn number(dtype: DType, v: f64) -> Value {
     if dtype.is_float() {
         Value::Float(rounded(dtype, v))
     } else {
-        Value::Integer(wrap(dtype, v as i128))
+        // No input is a large one, and the way to i128 is far longer.
+        Value::Integer(wrap(dtype, i128::from(v as i64)))
     }
 }
 
@@ -95,13 +109,17 @@ fn rounded(dtype: DType, v: f64) -> f64 {
     }
 }
 
-/// The value of an 8-bit float (OCP OFP8). Rounding to the nearest looks at all of them for each element, so they are computed once.
-fn eighth(dtype: DType, bits: u8) -> f64 {
+/// The values of an 8-bit float (OCP OFP8) by their bits.
+fn eighths(dtype: DType) -> &'static [f64] {
     static TABLES: [OnceLock<Vec<f64>>; 2] = [const { OnceLock::new() }; 2];
     let [e5m2, e4m3] = &TABLES;
     let table = if dtype == DType::F8E4M3 { e4m3 } else { e5m2 };
-    let table = table.get_or_init(|| (0..=u8::MAX).map(|b| decoded(dtype, b)).collect());
-    table.get(usize::from(bits)).copied().unwrap_or(f64::NAN)
+    table.get_or_init(|| (0..=u8::MAX).map(|b| decoded(dtype, b)).collect())
+}
+
+/// The one of these bits.
+fn eighth(dtype: DType, bits: u8) -> f64 {
+    eighths(dtype).get(usize::from(bits)).copied().unwrap_or(f64::NAN)
 }
 
 /// [`eighth`], from the definition.
@@ -127,11 +145,17 @@ fn nearest_eighth(dtype: DType, v: f64) -> u8 {
     if v.is_nan() {
         return 0x7F;
     }
-    let far = |bits: u8| (eighth(dtype, bits) - v.abs()).abs();
-    let nearest = (0..0x7Fu8)
-        .filter(|b| eighth(dtype, *b).is_finite())
+    // Positive ones are in order.
+    let finite = if dtype == DType::F8E4M3 { 0x7F } else { 0x7C };
+    let above = eighths(dtype)
+        .get(..finite)
+        .unwrap_or_default()
+        .partition_point(|known| *known < v.abs());
+    let far = |bits: usize| (eighth(dtype, bits as u8) - v.abs()).abs();
+    let around = above.saturating_sub(1)..=above.min(finite - 1);
+    let nearest = around
         .min_by(|a, b| far(*a).total_cmp(&far(*b)).then((a & 1).cmp(&(b & 1))))
-        .unwrap_or(0);
+        .unwrap_or(0) as u8;
     if v.is_sign_negative() {
         nearest | 0x80
     } else {
@@ -254,8 +278,18 @@ pub(crate) fn part(
 ) -> Tensor {
     let mut out = Tensor::zeros(dtype, indices.len());
     let size = dtype.size();
-    for (slot, index) in out.bytes_mut().chunks_exact_mut(size).zip(indices) {
+    let bytes = out.bytes_mut();
+    let once = period(kind, dtype, op).map_or(bytes.len(), |n| bytes.len().min(n * size));
+    let (computed, rest) = bytes.split_at_mut(once);
+    for (slot, index) in computed.chunks_exact_mut(size).zip(indices) {
         store(dtype, input(kind, dtype, op, rank, index), slot);
+    }
+    if once > 0 {
+        for repeated in rest.chunks_mut(once) {
+            for (to, from) in repeated.iter_mut().zip(&*computed) {
+                *to = *from;
+            }
+        }
     }
     out
 }
@@ -338,22 +372,27 @@ impl Expected<'_> {
             ..
         } = *self;
         let contributors = contributes.iter().filter(|c| **c).count() as u32;
+        let values = |index| -> Vec<Value> {
+            let ranks = contributes.iter().zip(0u32..);
+            let value = |(contributes, rank): (&bool, u32)| match contributes {
+                true => input(kind, dtype, op, rank, index),
+                false => identity(dtype, op),
+            };
+            ranks.map(value).collect()
+        };
+        let wanted = |index| reduce(dtype, op, &values(index), contributors);
+        let once = period(kind, dtype, op).unwrap_or(0).min(result.count());
+        let known: Vec<Value> = (first..first + once).map(wanted).collect();
+        let mut known = known.iter().copied().cycle();
         for (slot, index) in result.bytes().chunks_exact(dtype.size()).zip(first..) {
-            let values: Vec<Value> = contributes
-                .iter()
-                .zip(0u32..)
-                .map(|(contributes, rank)| match contributes {
-                    true => input(kind, dtype, op, rank, index),
-                    false => identity(dtype, op),
-                })
-                .collect();
-            let want = reduce(dtype, op, &values, contributors);
+            let want = known.next().unwrap_or_else(|| wanted(index));
             let have = load(dtype, slot);
-            if !self.agree(have, want, &values) {
+            if have != want && !self.agree(have, want, &values(index)) {
                 return Err(Failure::new(format!(
                     "{op} of {dtype} ({kind:?}), {} elements: element {index} is {have:?}, expected {want:?} from \
-                     {values:?} with {contributors} contributors",
-                    result.count()
+                     {:?} with {contributors} contributors",
+                    result.count(),
+                    values(index)
                 )));
             }
         }
@@ -473,6 +512,45 @@ mod tests {
             nearest_eighth(F8E4M3, 16.0),
             "ties to even"
         );
+        for (dtype, v) in [F8E4M3, F8E5M2]
+            .into_iter()
+            .flat_map(|dtype| (-3000..3000).map(move |n| (dtype, f64::from(n) * 0.173)))
+        {
+            let found = eighth(dtype, nearest_eighth(dtype, v));
+            let mut finite = eighths(dtype).iter().filter(|known| known.is_finite());
+            assert!(
+                finite.all(|known| (known - v).abs() >= (found - v).abs()),
+                "{dtype} {v}"
+            );
+        }
+    }
+
+    #[test]
+    fn inputs_repeat_after_their_period() {
+        let same = |a: Value, b: Value| format!("{a:?}") == format!("{b:?}");
+        for kind in [Inputs::Small, Inputs::Fractions, Inputs::Special] {
+            for (dtype, op) in [
+                (DType::F32, ReduceOp::Sum),
+                (DType::F8E4M3, ReduceOp::Max),
+                (DType::I64, ReduceOp::Product),
+                (DType::Bool, ReduceOp::Bor),
+            ] {
+                let Some(period) = period(kind, dtype, op) else {
+                    continue;
+                };
+                for (rank, index) in (0..5).flat_map(|rank| (0..2000).map(move |index| (rank, index))) {
+                    let (here, there) = (index, index + period);
+                    let of = |index| input(kind, dtype, op, rank, index);
+                    assert!(same(of(here), of(there)), "{kind:?} {dtype} {op} {rank} {index}");
+                }
+                let all = tensor(kind, dtype, op, 3, 2500);
+                for (slot, index) in all.bytes().chunks_exact(dtype.size()).zip(0..) {
+                    let mut alone = vec![0; dtype.size()];
+                    store(dtype, input(kind, dtype, op, 3, index), &mut alone);
+                    assert_eq!(slot, alone, "{kind:?} {dtype} {op} {index}");
+                }
+            }
+        }
     }
 
     #[test]
