@@ -81,12 +81,13 @@ fn train_diloco_survives_a_kill_inside_a_reduction_and_all_end_equal() {
 #[test]
 fn train_ddp_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     let dir = tempfile::tempdir().unwrap();
-    let (output, report) = run(DDP, dir.path(), &["--replicas", "3", "--kill", "0@500"]);
+    let three = ["--replicas", "3", "--steps", "1500", "--kill", "0@300"];
+    let (output, report) = run(DDP, dir.path(), &three);
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(
-        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 500,
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 300,
         "{report:#}"
     );
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
@@ -202,11 +203,8 @@ fn two_bits_with_error_feedback_end_equal_too_with_a_kill() {
     let first = report["figures"][0]["heldout_loss"].as_f64().unwrap();
     // A byte is 5.5 nats before training.
     assert!(first < 4.0, "{report:#}");
-    let (output, report) = run(
-        DDP,
-        dir.path(),
-        &["--kill", "1@500", "--quantize", "int4", "--error-feedback"],
-    );
+    let two = ["--steps", "1500", "--kill", "1@300", "--quantize", "int4"];
+    let (output, report) = run(DDP, dir.path(), &[&two[..], &["--error-feedback"]].concat());
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(report.unwrap()["ok"], true);
 }
@@ -218,7 +216,7 @@ fn the_same_seed_gives_the_same_bits_and_another_seed_others() {
         let (output, report) = run(
             DILOCO,
             dir.path(),
-            &[SMALL, &["--no-kill", "--seed", seed]].concat(),
+            &[&SMALL[2..], &["--rounds", "40", "--no-kill", "--seed", seed]].concat(),
         );
         assert!(output.status.success(), "{}", text(&output));
         let report = report.unwrap();
@@ -399,7 +397,8 @@ fn a_lighthouse_that_cannot_be_reached_is_an_error_that_says_so() {
 #[test]
 fn one_replica_alone_trains_and_says_that_none_is_killed() {
     let dir = tempfile::tempdir().unwrap();
-    let (output, report) = run(DILOCO, dir.path(), &[SMALL, &["--replicas", "1"]].concat());
+    let alone = ["--rounds", "40", "--replicas", "1"];
+    let (output, report) = run(DILOCO, dir.path(), &[&SMALL[2..], &alone].concat());
     assert!(output.status.success(), "{}", text(&output));
     assert!(text(&output).contains("none is killed"));
     assert_eq!(report.unwrap()["ok"], true);
@@ -462,8 +461,8 @@ fn a_full_standard_output_is_an_error_that_says_so() {
     let start = |both: bool| {
         let mut command = Command::new(DILOCO);
         command
-            .args(SMALL)
-            .args(["--replicas", "1", "--out"])
+            .args(&SMALL[2..])
+            .args(["--rounds", "20", "--replicas", "1", "--out"])
             .arg(dir.path());
         if both {
             command.stderr(full());

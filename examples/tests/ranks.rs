@@ -178,7 +178,7 @@ fn signal(name: &str, process: &str) {
 fn a_rank_that_is_stopped_takes_its_replica_out_for_a_while_and_costs_no_incarnation() {
     let out = tempfile::tempdir().unwrap();
     let times = "--timeout-ms 3000 --progress-timeout-ms 4000 --heartbeat-timeout-ms 4000";
-    let args = [SMALL, TWO_BY_TWO, "--rounds 1000 --no-kill", times];
+    let args = [SMALL, TWO_BY_TWO, "--rounds 700 --no-kill", times];
     let mut run = Watched::start(command(DILOCO, out.path(), &args));
     let processes = [0, 1].map(|rank| run.until(&format!("replica 1, rank {rank}, started, process ")));
     run.until("replica 0: quorum of 2 replicas");

@@ -174,19 +174,11 @@ fn a_replica_whose_rank_is_killed_meets_anew() {
 
 #[test]
 fn ranks_prove_the_credentials_that_were_given_as_an_option() {
-    let (_listener, url) = listening();
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("job");
     let made = oxccl(&["credentials", "new"]).arg(&folder).output().unwrap();
     assert!(made.status.success(), "{}", said(&made));
-    let arguments = [
-        "--lighthouse",
-        &url,
-        "--ranks-per-replica",
-        "2",
-        "--max-restarts",
-        "0",
-    ];
+    let arguments = ["--ranks-per-replica", "2", "--max-restarts", "0"];
     let given = ["--credentials", folder.to_str().unwrap()];
     let output = launch(dir.path(), &[&arguments[..], &given].concat(), "sum")
         .output()
