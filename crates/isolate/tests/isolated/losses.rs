@@ -56,6 +56,7 @@ impl Remote {
                 Err(Error::new(ErrorKind::Unavailable, "no server is there").with_source(refused))
             }
             News::Late if is_news(key) => {
+                self.0.set("heard", b"", deadline)?;
                 std::thread::sleep(ftcore::time_left(deadline));
                 Err(Error::timeout("the server did not answer").with_op(op))
             }

@@ -108,6 +108,8 @@ impl ProcessGroup for Odd {
                     store.wait(&["lose"], deadline).unwrap();
                     completer.fail(lost(), tensors);
                     if exits {
+                        // Not before its parent has heard that.
+                        store.wait(&["heard"], deadline).unwrap();
                         std::process::exit(7);
                     }
                 });
