@@ -484,7 +484,8 @@ impl Shown {
                 "step {} did not commit in epoch {}; again",
                 commit.step, commit.epoch
             )),
-            EventKind::Commit(commit) if Instant::now() >= self.due => {
+            // In the first step of a run replicas only take over one state.
+            EventKind::Commit(commit) if commit.contributors > 0 && Instant::now() >= self.due => {
                 self.due = deadline_in(COMMITS);
                 Some(format!(
                     "step {} committed, {} contributed",
@@ -545,13 +546,13 @@ mod tests {
             })
         };
         let quorum = |epoch, size| EventKind::Quorum { epoch, step: 4, size };
-        let commit = |step, committed| {
+        let commit_of = |step, committed, contributors| {
             EventKind::Commit(Commit {
                 step,
                 epoch: 9,
                 committed,
                 participants: 2,
-                contributors: 2,
+                contributors,
                 hash: None,
                 inner_ms: 0.0,
                 sync_ms: 0.0,
@@ -559,10 +560,12 @@ mod tests {
                 bytes_recv: 0,
             })
         };
+        let commit = |step, committed| commit_of(step, committed, 2);
         let is = |told: Option<String>, wanted: &str| assert_eq!(told.as_deref(), Some(wanted));
         is(told(quorum(7, 2)), "a quorum of 2 replicas (epoch 7) at step 4");
         assert_eq!(told(quorum(8, 2)), None);
         is(told(quorum(9, 1)), "a quorum of 1 replica (epoch 9) at step 4");
+        assert_eq!(told(commit_of(4, true, 0)), None);
         is(told(commit(5, true)), "step 5 committed, 2 contributed");
         assert_eq!(told(commit(6, true)), None);
         is(told(commit(7, false)), "step 7 did not commit in epoch 9; again");

@@ -55,7 +55,7 @@ pub(crate) struct Arguments {
     /// Without credentials, listen where other machines reach it: all that do can take part in the job.
     #[arg(long)]
     insecure: bool,
-    /// The host name under which others reach this machine [default: its own name, or the address in --bind].
+    /// The host name or address under which others reach this machine [default: the address in --bind, or its address towards the outside].
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
     /// The least number of replicas in a quorum; with fewer the job waits. To go on after a death it has to be below the number of replicas.

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ftcore::identity::{is_insecure, may_listen};
-use ftcore::{Error, ErrorKind, Result, accept_failure, join_address, split_address};
+use ftcore::{Error, ErrorKind, Result, accept_failure, host_address, join_address, split_address};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -128,7 +128,7 @@ pub(crate) fn listen(what: &str, bind: &str, closure: Closure) -> Result<TcpList
 }
 
 /// The URL under which others reach `listener`: `host` if given, else its own address, else (it listens on all of
-/// them) this machine's name.
+/// them) this machine's address towards the outside, which needs no name service.
 pub(crate) fn url(listener: &TcpListener, host: Option<&str>, closure: Closure) -> Result<String> {
     let local = listener
         .local_addr()
@@ -136,7 +136,8 @@ pub(crate) fn url(listener: &TcpListener, host: Option<&str>, closure: Closure) 
     let host = match host {
         Some(h) => h.to_string(),
         None if local.ip().is_unspecified() => {
-            rustix::system::uname().nodename().to_string_lossy().into_owned()
+            let outward = host_address::outward(local.is_ipv4());
+            outward.unwrap_or(Ipv4Addr::LOCALHOST.into()).to_string()
         }
         None => local.ip().to_string(),
     };

@@ -1,9 +1,9 @@
-//! This host's addresses: the one under which other machines reach it, and that of an interface. Nothing is sent.
+//! This host's addresses: the one under which other machines reach it, the one towards a server, and that of an interface. Nothing is sent.
 //!
 //! The kernel is asked over netlink (a dump of the links and of the addresses): it answers in a network namespace, too, where `/sys` may still show
 //! another one's interfaces.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
@@ -14,18 +14,12 @@ use crate::{Error, Result};
 /// `only_v4`: no IPv6 address.
 pub fn outward(only_v4: bool) -> Option<IpAddr> {
     // Addresses that are reserved for documentation: never a real host, but routed like one.
-    let v4: (IpAddr, IpAddr) = (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into());
-    let v6: (IpAddr, IpAddr) = (
-        Ipv6Addr::UNSPECIFIED.into(),
-        Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into(),
-    );
+    let v4: IpAddr = Ipv4Addr::new(192, 0, 2, 1).into();
+    let v6: IpAddr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into();
     let tries: &[_] = if only_v4 { &[v4] } else { &[v4, v6] };
-    let routed = tries.iter().find_map(|&(from, to)| {
-        let socket = UdpSocket::bind(SocketAddr::new(from, 0)).ok()?;
-        // Connecting a datagram socket only chooses the route.
-        socket.connect(SocketAddr::new(to, 9)).ok()?;
-        let ip = socket.local_addr().ok()?.ip();
-        Some(ip).filter(|ip| !ip.is_unspecified() && !ip.is_loopback())
+    let routed = tries.iter().find_map(|&outside| {
+        let ip = routed(SocketAddr::new(outside, 9))?;
+        Some(ip).filter(|ip| !ip.is_loopback())
     });
     routed.or_else(|| {
         first_up(only_v4)
@@ -33,6 +27,23 @@ pub fn outward(only_v4: bool) -> Option<IpAddr> {
             .ok()
             .flatten()
     })
+}
+
+/// The address from which this machine reaches `server`, a name or an address. `None` if it has no address, or no route leads there.
+pub fn towards(server: &str, port: u16) -> Option<IpAddr> {
+    (server, port).to_socket_addrs().ok()?.find_map(routed)
+}
+
+fn routed(to: SocketAddr) -> Option<IpAddr> {
+    let from: IpAddr = match to {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = UdpSocket::bind(SocketAddr::new(from, 0)).ok()?;
+    // Connecting a datagram socket only chooses the route.
+    socket.connect(to).ok()?;
+    let ip = socket.local_addr().ok()?.ip();
+    Some(ip).filter(|ip| !ip.is_unspecified())
 }
 
 /// The first address of interface `name`, IPv4 before IPv6; no link-local one of IPv6.
@@ -199,5 +210,13 @@ mod tests {
             let bad = |ip: &IpAddr| ip.is_loopback() || ip.is_unspecified() || (only_v4 && ip.is_ipv6());
             assert!(!found.as_ref().is_some_and(bad), "{found:?}");
         }
+    }
+
+    #[test]
+    fn a_server_is_reached_from_an_address_of_the_same_kind() {
+        for server in ["127.0.0.1", "localhost"] {
+            assert!(towards(server, 1).unwrap().is_loopback(), "{server}");
+        }
+        assert_eq!(towards("a..b", 1), None);
     }
 }

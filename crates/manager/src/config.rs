@@ -79,7 +79,7 @@ pub struct ManagerConfig {
     /// checkpoint server listen on free ports of the same host.
     pub bind: String,
     /// The host name or address that other machines reach this one by; `None`: the bind host, or if that is a wildcard the address from which this
-    /// machine reaches the lighthouse, else its name.
+    /// machine reaches the lighthouse, else the one towards the outside.
     pub advertise_host: Option<String>,
     /// A step commits only in a quorum of at least this many members. It counts members, not contributors: one that healed into
     /// the step holds its state, although its values do not count yet.

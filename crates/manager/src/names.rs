@@ -1,9 +1,8 @@
 //! What an incarnation of a replica is called, and its host.
 
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr};
 
-use ftcore::{Error, Result, split_url};
+use ftcore::{Error, Result, host_address, split_url};
 
 /// 128 random bits: two lives of one name never share an id.
 pub(crate) fn random_id() -> Result<String> {
@@ -33,7 +32,7 @@ pub(crate) fn only_here(own: &str, lighthouses: &str) -> Option<String> {
 }
 
 /// What other machines are told to call this one when it listens on `host`: what is `given`, else `host`; if that is a wildcard, the address from
-/// which it reaches one of the servers in `urls` (separated by commas), else its name.
+/// which it reaches one of the servers in `urls` (separated by commas), else the one towards the outside.
 pub(crate) fn told_host(given: Option<&str>, host: &str, urls: &str) -> String {
     match given {
         Some(given) => return given.to_owned(),
@@ -42,35 +41,14 @@ pub(crate) fn told_host(given: Option<&str>, host: &str, urls: &str) -> String {
     }
     let servers = urls.split(',').filter_map(|url| split_url(url.trim()).ok());
     let towards = |(server, port): (&str, u16)| {
-        let own = address_towards(server, port).ok()?;
+        let own = host_address::towards(server, port)?;
         // The name of this machine may mean its loopback here, and something else elsewhere.
-        (!own.is_loopback() || is_loopback(server)).then(|| own.to_string())
+        (!own.is_loopback() || is_loopback(server)).then_some(own)
     };
-    let name = || rustix::system::uname().nodename().to_string_lossy().into_owned();
     let mut found = servers.filter_map(towards);
-    let found = found.next().unwrap_or_else(name);
-    if found.is_empty() {
-        "127.0.0.1".into()
-    } else {
-        found
-    }
-}
-
-/// The address of this machine on the route to `server`. Nothing is sent.
-fn address_towards(server: &str, port: u16) -> io::Result<IpAddr> {
-    let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for address in (server, port).to_socket_addrs()? {
-        let any: IpAddr = match address {
-            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-        };
-        let socket = UdpSocket::bind((any, 0));
-        match socket.and_then(|socket| socket.connect(address).and_then(|()| socket.local_addr())) {
-            Ok(own) => return Ok(own.ip()),
-            Err(e) => last = e,
-        }
-    }
-    Err(last)
+    let outward = || host_address::outward(host == "0.0.0.0");
+    let own = found.next().or_else(outward);
+    own.unwrap_or(Ipv4Addr::LOCALHOST.into()).to_string()
 }
 
 fn is_loopback(host: &str) -> bool {
@@ -101,16 +79,12 @@ mod tests {
 
     #[test]
     fn a_replica_that_listens_everywhere_is_reached_where_it_reaches_its_lighthouse() {
-        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let outward = host_address::outward(true).unwrap_or(Ipv4Addr::LOCALHOST.into());
         for (bind, lighthouse, told) in [
             ("10.1.2.3", "http://127.0.0.1:29510", "10.1.2.3"),
             ("0.0.0.0", "http://127.0.0.1:29510", "127.0.0.1"),
-            (
-                "0.0.0.0",
-                "http://host.invalid:1, http://127.0.0.1:29510",
-                "127.0.0.1",
-            ),
-            ("0.0.0.0", "http://host.invalid:1", name.as_str()),
+            ("0.0.0.0", "http://a..b:1, http://127.0.0.1:29510", "127.0.0.1"),
+            ("0.0.0.0", "http://a..b:1", &outward.to_string()),
         ] {
             assert_eq!(told_host(None, bind, lighthouse), told, "{bind} {lighthouse}");
             assert_eq!(told_host(Some("hostB"), bind, lighthouse), "hostB");

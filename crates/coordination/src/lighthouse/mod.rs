@@ -57,7 +57,7 @@ pub use why::Why;
 pub struct LighthouseConfig {
     /// Where to listen, `host:port`; port 0 takes a free one.
     pub bind: String,
-    /// The host in [`LighthouseServer::address`]; by default the bound address, or this machine's name.
+    /// The host in [`LighthouseServer::address`]; by default the bound address, or this machine's towards the outside.
     pub advertise_host: Option<String>,
     /// The least number of replicas in a quorum.
     pub min_replicas: usize,

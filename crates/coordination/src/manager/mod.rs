@@ -41,7 +41,7 @@ pub struct ManagerServerConfig {
     pub lighthouse: String,
     /// Where to listen, `host:port`; port 0 takes a free one.
     pub bind: String,
-    /// The host in [`ManagerServer::address`]; by default the bound address, or this machine's name.
+    /// The host in [`ManagerServer::address`]; by default the bound address, or this machine's towards the outside.
     pub advertise_host: Option<String>,
     /// The replica's key-value store, `host:port`; told to the other replicas.
     pub store_address: String,
