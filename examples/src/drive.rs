@@ -201,7 +201,6 @@ impl NetArgs {
     /// Errors: those of [`oxccl::backend::find`] for a name that no backend has on any device, and of
     /// [`Backend::resolve`](ftcore::registry::Backend::resolve).
     pub(crate) fn check(&self) -> anyhow::Result<()> {
-        oxccl::backend::load_plugins();
         let home = Device::new(self.device.clone(), 0);
         let spec: BackendSpec = self.backend.as_deref().unwrap_or_default().parse()?;
         let options = self.group_options()?;

@@ -42,10 +42,7 @@ pub(crate) fn init(
     let wanted = wanted(py, backend, device, timeout, isolated, options)?;
     let deadline = options::deadline(timeout.or(60.0)).or_raise(py)?;
     let local_rank = place.local_rank;
-    let world = apart(py, move || {
-        oxccl::backend::load_plugins();
-        world::World::init(&place, wanted, deadline)
-    })?;
+    let world = apart(py, move || world::World::init(&place, wanted, deadline))?;
     let group = Group::new(Inner::World(Box::new(world)));
     let world = World {
         handle: group.handle().clone(),
@@ -68,10 +65,7 @@ pub(crate) fn unconfigured(
 ) -> PyResult<Group> {
     process::may_make_groups(py)?;
     let wanted = wanted(py, backend, device, timeout, isolated, options)?;
-    let group = apart(py, move || {
-        oxccl::backend::load_plugins();
-        wanted.group("group")
-    })?;
+    let group = apart(py, move || wanted.group("group"))?;
     Ok(Group::new(Inner::Group(Arc::from(group))))
 }
 

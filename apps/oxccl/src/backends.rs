@@ -174,7 +174,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         Some(name) => Some(check_name(name)?),
         None => None,
     };
-    let reports = plugin::discover(registry);
+    let reports = oxccl::backend::load_plugins();
     // By the names under which the registry shows them: a path need not be text.
     let files: BTreeMap<String, PathBuf> = reports
         .iter()
@@ -183,7 +183,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
                 .map(|l| (l.path().display().to_string(), l.path().to_path_buf()))
         })
         .collect();
-    let plugins = reports.into_iter().map(found).collect();
+    let plugins = reports.iter().map(found).collect();
     let scratch = Scratch::new("backends")?;
     let mut backends = Vec::new();
     for backend in registry.list() {
@@ -288,11 +288,11 @@ fn ask(backend: &Backend, file_of_plugin: Option<&PathBuf>, scratch: &Scratch) -
     })
 }
 
-fn found(report: plugin::Report) -> Plugin {
+fn found(report: &plugin::Report) -> Plugin {
     let error = report.result.as_ref().err();
     Plugin {
         path: report.path.display().to_string(),
-        variable: report.variable,
+        variable: report.variable.clone(),
         name: report.loaded.map(|l| l.name().to_string()),
         version: report.loaded.map(|l| l.version().to_string()),
         abi_minor: report.loaded.map(|l| l.abi_minor()),

@@ -171,7 +171,6 @@ const MARGIN: Duration = Duration::from_secs(15);
 
 /// The backend to measure.
 fn choose(arguments: &Arguments) -> Result<Backend> {
-    oxccl::backend::load_plugins();
     let registry = Registry::global();
     let default = arguments.device.clone().unwrap_or(DeviceKind::Cpu);
     let name = match &arguments.backend {

@@ -208,6 +208,9 @@ fn is_good(tried: &[Tried]) -> bool {
     is(|v| *v == Verdict::Passed) && !is(|v| matches!(v, Verdict::Failed(_)))
 }
 
+/// What takes longer waited for something: a deadline that the case is about, or a wake-up that never came.
+const SLOW: Duration = Duration::from_secs(5);
+
 /// Passed, failed, not offered.
 type Counts = [usize; 3];
 
@@ -215,10 +218,15 @@ fn report(tried: &[Tried], took: Duration) -> String {
     let mut areas: Vec<(&str, Counts)> = Vec::new();
     let mut all = Counts::default();
     let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut failed = String::new();
+    let (mut failed, mut slow) = (String::new(), String::new());
     for one in tried {
         let column = match &one.verdict {
-            Verdict::Passed => 0,
+            Verdict::Passed => {
+                if one.took > SLOW {
+                    let _ = writeln!(slow, "{:6.1}  {}", one.took.as_secs_f64(), one.name);
+                }
+                0
+            }
             Verdict::Failed(failure) => {
                 let _ = writeln!(failed, "\nfailed: {} ({:.1} s)", one.name, one.took.as_secs_f64());
                 for line in failure.to_string().lines() {
@@ -252,6 +260,13 @@ fn report(tried: &[Tried], took: Duration) -> String {
         for (reason, count) in &reasons {
             let _ = writeln!(text, "{count:6}  {reason}");
         }
+    }
+    if !slow.is_empty() {
+        let _ = write!(
+            text,
+            "\npassed after more than {} s, seconds:\n{slow}",
+            SLOW.as_secs()
+        );
     }
     text.push_str(&failed);
     let [passed, failed, not] = all;
@@ -289,6 +304,10 @@ mod tests {
             tried("gather::a::world1", why()),
             tried("gather::a::world2", why()),
             tried("all_reduce::sum::world3", Verdict::Failed(failure)),
+            Tried {
+                took: Duration::from_secs(30),
+                ..tried("p2p::late::world2", Verdict::Passed)
+            },
         ];
         let text = report(&all, Duration::from_secs(3));
         let has = |line: &str| assert!(text.lines().any(|l| l == line), "no line '{line}' in\n{text}");
@@ -298,7 +317,8 @@ mod tests {
         has("     2  gather is not advertised");
         has("failed: processes::all_reduce::sum::world3 (1.5 s)");
         has("  rank 1: element 3 is 7, expected 8");
-        has("result: 1 passed, 1 failed, 2 not offered, 3.0 s");
+        has("  30.0  processes::p2p::late::world2");
+        has("result: 2 passed, 1 failed, 2 not offered, 3.0 s");
         assert!(!is_good(&all) && is_good(&all[..3]));
         assert!(!is_good(&all[1..3]), "nothing ran");
     }

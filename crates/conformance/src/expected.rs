@@ -14,7 +14,8 @@ pub struct Text {
     pub event: &'static str,
     /// The error's kind.
     pub kind: ErrorKind,
-    /// What the error's text contains. N, TAG, A and B stand for numbers, REASON and CAUSE for texts that the case gave.
+    /// What the error's text contains, as whole words. N, TAG, A and B stand for numbers, REASON, CAUSE, ONE, OTHER and RANKS for texts that the case
+    /// gave.
     pub parts: &'static [&'static str],
 }
 
@@ -69,8 +70,24 @@ pub(crate) const SIZES: Text = Text {
     parts: &["A bytes", "B bytes"],
 };
 
+pub(crate) const DIFFERENT: Text = Text {
+    event: "ranks call ONE and OTHER: the operation's name, `N elements`, the name of the type or of the reduction, or `root R`, whichever differs",
+    kind: ErrorKind::Mismatch,
+    parts: &["ONE", "OTHER"],
+};
+pub(crate) const MESSAGE: Text = Text {
+    event: "a message is of ONE, and its receive of OTHER, each `N elements of TYPE`; on both ranks",
+    kind: ErrorKind::Mismatch,
+    parts: &["ONE", "OTHER"],
+};
+pub(crate) const ABSENT: Text = Text {
+    event: "a monitored barrier at its deadline, without RANKS: `rank R`, or `ranks R, S`",
+    kind: ErrorKind::Timeout,
+    parts: &["RANKS"],
+};
+
 /// The texts that the suite checks.
-pub const TEXTS: [Text; 8] = [
+pub const TEXTS: [Text; 11] = [
     ABORTED_HERE,
     ABORTED_ELSEWHERE,
     POISONED,
@@ -79,6 +96,9 @@ pub const TEXTS: [Text; 8] = [
     MISSING,
     CANCELLED,
     SIZES,
+    DIFFERENT,
+    MESSAGE,
+    ABSENT,
 ];
 
 const fn time(what: &'static str, seconds: u64) -> Time {
@@ -124,13 +144,25 @@ impl Text {
             let words: Vec<&str> = part.split(' ').map(|word| filled(word).unwrap_or(word)).collect();
             let part = words.join(" ");
             ensure!(
-                text.contains(&part),
+                says(&text, &part),
                 "{}: the error does not say '{part}': {text}",
                 self.event
             );
         }
         Ok(())
     }
+}
+
+/// Whether `text` has `words` for themselves: "reduce" is not said by "all_reduce" or "reduce_scatter", nor "rank 2" by "rank 23"; "rank" is by "ranks".
+fn says(text: &str, words: &str) -> bool {
+    let joins = |c: char| c.is_alphanumeric() || c == '_';
+    text.match_indices(words).any(|(at, found)| {
+        let before = text.get(..at).and_then(|before| before.chars().next_back());
+        let after = text
+            .get(at + found.len()..)
+            .and_then(|after| after.chars().next());
+        !before.is_some_and(joins) && !after.is_some_and(|c| joins(c) && !c.is_alphabetic())
+    })
 }
 
 impl Time {
@@ -151,6 +183,22 @@ impl Time {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_count_as_whole_ones() {
+        assert!(says("rank 0 calls reduce(f32, 10 elements)", "reduce"));
+        assert!(says("barrier", "barrier") && says("ranks 2, 3 are missing", "rank"));
+        for (text, words) in [
+            ("all_reduce of f32", "reduce"),
+            ("reduce_scatter", "reduce"),
+            ("monitored_barrier", "barrier"),
+            ("rank 23", "rank 2"),
+            ("110 elements", "10 elements"),
+            ("", "rank"),
+        ] {
+            assert!(!says(text, words), "{words} in {text}");
+        }
+    }
 
     #[test]
     fn kind_and_every_part_of_the_text_are_checked_with_what_the_case_gave() {

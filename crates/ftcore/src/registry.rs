@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 #[cfg(not(feature = "shuttle"))]
 use std::sync::RwLock;
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, Once, OnceLock, PoisonError};
 
 #[cfg(feature = "shuttle")]
 use shuttle::sync::RwLock;
@@ -136,6 +136,14 @@ pub struct StaticBackend {
 
 inventory::collect!(StaticBackend);
 
+/// Where more backends come from than are linked in: plugins. Submit one with `ftcore::inventory::submit!`.
+pub struct Finder {
+    /// Registers them with the process's registry. Called once, before the first backend is looked up there; it looks none up itself.
+    pub find: fn(),
+}
+
+inventory::collect!(Finder);
+
 /// What to do when a key is taken by another provider.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnConflict {
@@ -189,6 +197,8 @@ pub struct Unusable {
 #[derive(Default)]
 pub struct Registry {
     inner: RwLock<Inner>,
+    /// It is the process's.
+    is_global: bool,
 }
 
 #[derive(Default)]
@@ -231,7 +241,10 @@ impl Registry {
     pub fn global() -> &'static Self {
         static GLOBAL: OnceLock<Registry> = OnceLock::new();
         GLOBAL.get_or_init(|| {
-            let registry = Self::new();
+            let registry = Self {
+                is_global: true,
+                ..Self::new()
+            };
             let mut linked: Vec<&StaticBackend> = inventory::iter::<StaticBackend>.into_iter().collect();
             linked.sort_by_key(|b| (b.name, b.device, b.origin, b.version));
             for b in linked {
@@ -390,11 +403,25 @@ impl Registry {
             .collect()
     }
 
-    /// The backend `name` (any case, or an alias) for `device`; with no device, the only one of that name.
+    /// Has every [`Finder`] look once, if this is the process's registry.
+    fn complete(&self) {
+        static FOUND: Once = Once::new();
+        if self.is_global {
+            FOUND.call_once(|| {
+                inventory::iter::<Finder>
+                    .into_iter()
+                    .for_each(|finder| (finder.find)())
+            });
+        }
+    }
+
+    /// The backend `name` (any case, or an alias) for `device`; with no device, the only one of that name. Of the process's registry every
+    /// [`Finder`] has looked before.
     ///
     /// Errors: `NotFound` says what is known, which near name was probably meant, and what was named for it but cannot be
     /// used (the reason is the source); `InvalidArgument` if the name is ambiguous between devices.
     pub fn get(&self, name: &str, device: Option<&DeviceKind>) -> Result<Backend> {
+        self.complete();
         let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
         let mut name = check_name(name)?;
         if !inner.map.keys().any(|(n, _)| *n == name)
@@ -480,11 +507,6 @@ impl Inner {
         } else {
             known.join(", ")
         });
-        let names = self.map.values().map(|b| &b.name).chain(self.aliases.keys());
-        let near = nearest(name, names.map(String::as_str));
-        if let Some(near) = near.filter(|_| !on_other_devices) {
-            text.push_str(&format!(". Did you mean '{near}'?"));
-        }
         let named = |u: &&Unusable| u.name.as_deref() == Some(name);
         if let Some(meant) = self.unusable.iter().find(named) {
             text.push_str(&format!(". {} cannot be used: {}", meant.origin, meant.error));
@@ -492,6 +514,11 @@ impl Inner {
         }
         for other in self.unusable.iter().filter(|u| u.name.is_none()) {
             text.push_str(&format!(". Not used: {}: {}", other.origin, other.error));
+        }
+        let names = self.map.values().map(|b| &b.name).chain(self.aliases.keys());
+        let near = nearest(name, names.map(String::as_str));
+        if let Some(near) = near.filter(|_| !on_other_devices) {
+            text.push_str(&format!(". Did you mean '{near}'?"));
         }
         Error::new(ErrorKind::NotFound, text)
     }

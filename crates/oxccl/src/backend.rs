@@ -1,4 +1,4 @@
-//! Choosing a backend as the programs do: plugins are found, a device names its default, and a library that cannot abort or be
+//! Choosing a backend as the programs do: plugins are found before the first backend is looked up, a device names its default, and a library that cannot abort or be
 //! configured again runs in a child process where that is asked for.
 //!
 //! A program that makes fault-tolerant groups calls [`init`] first thing in `main`: the children that isolated groups
@@ -7,8 +7,9 @@
 use std::sync::{Arc, OnceLock};
 
 use ftcore::registry::Backend;
+use ftcore::registry::Finder;
 use ftcore::{Device, Feature, GroupOptions, ProcessGroup, Registry, Result};
-use isolate::{ChildInit, IsolateOptions};
+use isolate::IsolateOptions;
 use world::WorldOptions;
 
 /// To be called first thing in `main`, before arguments are read or anything is printed. Returns at once in an ordinary
@@ -18,17 +19,15 @@ pub fn init() {
 }
 
 ftcore::inventory::submit! {
-    ChildInit {
-        name: "oxccl plugins",
-        run: || {
+    Finder {
+        find: || {
             load_plugins();
-            Ok(())
         },
     }
 }
 
-/// Registers the plugins that `OXCCL_PLUGIN_PATH` and `OXCCL_PLUGIN_LIB_<NAME>` name, once per process. A plugin that cannot
-/// be used is a warning and a line in the reports.
+/// Registers the plugins that `OXCCL_PLUGIN_PATH` and `OXCCL_PLUGIN_LIB_<NAME>` name, once per process, and says what came of each. Happens by itself
+/// before the first backend is looked up in [`Registry::global`]. A plugin that cannot be used is a warning and a line in the reports.
 pub fn load_plugins() -> &'static [plugin::Report] {
     static REPORTS: OnceLock<Vec<plugin::Report>> = OnceLock::new();
     REPORTS.get_or_init(|| plugin::discover(Registry::global()))
@@ -38,7 +37,6 @@ pub fn load_plugins() -> &'static [plugin::Report] {
 ///
 /// Errors: those of [`Registry::get`] and [`Registry::default_backend`].
 pub fn find(name: Option<&str>, device: &Device) -> Result<Backend> {
-    load_plugins();
     let name = match name {
         Some(name) => name.to_string(),
         None => Registry::default_backend(&device.kind)?,

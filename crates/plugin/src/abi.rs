@@ -403,7 +403,8 @@ c_structs! {
         size: u64,
         /// Passed back to the functions.
         ctx: *mut c_void,
-        /// The operation has ended. Exactly once, from any thread, also from within `submit`; never if `submit` refused. `ctx`
+        /// The operation has ended. Exactly once, from any thread, also from within `submit`; never if `submit` refused. The group's `close` may come
+        /// before this returns. `ctx`
         /// and the buffers must not be used afterwards, except buffers that are still retained.
         complete: Option<unsafe extern "C" fn(ctx: *mut c_void, outcome: *const Outcome)>,
         /// Need not be called. Before `complete`: the operation is enqueued, `event` (of this plugin's device kind, given away) will be
@@ -437,8 +438,7 @@ c_structs! {
         /// From other ranks.
         received: u64,
     }
-    /// A group of ranks. All functions may be called from any thread; operations run in the order of submission. `abort`, `info`
-    /// and `close` must not block.
+    /// A group of ranks. All functions may be called from any thread; see Order above. `abort`, `info` and `close` must not block.
     Group {
         /// The bytes that the writer of this struct knows.
         size: u64,
@@ -461,7 +461,7 @@ c_structs! {
         error: Option<unsafe extern "C" fn(ctx: *mut c_void, fault: *mut Fault) -> i32>,
         /// Waits for pending operations, then aborts the rest. Calls are refused with INVALID_STATE until the next `configure`.
         shutdown: Option<unsafe extern "C" fn(ctx: *mut c_void, timeout_ms: i64, fault: *mut Fault) -> i32>,
-        /// Bytes moved so far. May be null: 0 is reported then, which the conformance suite does not accept of a sum between ranks.
+        /// Bytes moved so far, headers included. May be null: 0 is reported then, which the conformance suite does not accept of a sum between ranks.
         traffic: Option<unsafe extern "C" fn(ctx: *mut c_void, traffic: *mut Traffic)>,
         /// The host will not use `ctx` any more. Exactly once. Pending operations still complete.
         close: Option<unsafe extern "C" fn(ctx: *mut c_void)>,

@@ -58,7 +58,6 @@ pub(super) struct Ranks {
 
 /// A new group of the plan's backend, on the device of `rank`.
 pub(super) fn group(plan: &Plan, rank: u32) -> Result<Arc<dyn ProcessGroup>> {
-    backend::load_plugins();
     let device = plan.device(rank)?;
     let options = GroupOptions::from_texts(&plan.options)?;
     let group = if plan.isolated {

@@ -251,3 +251,20 @@ fn a_look_up_says_why_what_was_named_for_it_cannot_be_used() {
     assert!(e.to_string().contains("Not used: /opt/other.so"), "{e}");
     assert_eq!(Unavailable::of(&e), None);
 }
+
+inventory::submit! {
+    Finder {
+        find: || {
+            let one = backend("found-when-needed", DeviceKind::Cpu, Provenance::Plugin, "elsewhere");
+            Registry::global().register(one, OnConflict::Keep).unwrap();
+        },
+    }
+}
+
+#[test]
+fn what_a_finder_brings_is_there_before_the_first_lookup() {
+    let found = Registry::global().get("found-when-needed", None).unwrap();
+    assert_eq!(found.source.origin, "elsewhere");
+    // Of other registries nobody brings anything.
+    assert!(Registry::new().get("found-when-needed", None).is_err());
+}

@@ -54,7 +54,8 @@ pub const OPERATIONS: [(OpKind, &str); 18] = [
     ),
     (
         OpKind::Send,
-        "1 buffer, read. `peer` and `tag` are set. Ends once the memory may be used again.",
+        "1 buffer, read. `peer` and `tag` are set. Ends once the memory may be used again; with MISMATCH_DETECTION not before its receive was found \
+         to fit.",
     ),
     (
         OpKind::Recv,
@@ -86,8 +87,10 @@ pub const OPERATIONS: [(OpKind, &str); 18] = [
 pub const FEATURES: [(Feature, &str); 10] = [
     (
         Feature::Abort,
-        "abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all ranks; the group is poisoned then. So do a \
-         deadline that passed (TIMEOUT), a rank that died (PEER_LOST) and a group that was closed. A poisoned group refuses calls with POISONED.",
+        "abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all ranks; the group is poisoned then. So does what a \
+         group cannot go on after, on all ranks and with the same kind: a deadline that passed (TIMEOUT), ranks that called different things (MISMATCH), \
+         a rank that died (PEER_LOST). A poisoned group refuses calls with POISONED. A rank that was closed or shut down has left, which ends only what \
+         still needs it: say so in close without waiting for anybody, for its process may end right after, and that is no death.",
     ),
     (
         Feature::Reconfigure,
@@ -96,7 +99,8 @@ pub const FEATURES: [(Feature, &str); 10] = [
     ),
     (
         Feature::MismatchDetection,
-        "Ranks that call different operations, types, counts, reductions or roots get MISMATCH, which names both sides.",
+        "Ranks that call different operations, types, counts, reductions or roots get MISMATCH, which names both sides; so do both ends of a message \
+         whose type or count differs.",
     ),
     (
         Feature::BitwiseEqual,
@@ -125,12 +129,16 @@ pub const FEATURES: [(Feature, &str); 10] = [
 ];
 
 /// What every plugin may rely on and has to do besides, a paragraph each.
-pub const CONDUCT: [&str; 4] = [
+pub const CONDUCT: [&str; 7] = [
     "Pointers. A function of a table may be null only where its comment says so. Lists (buffers, children, splits, keys, hints, notes, options, shape) may be null if their \
      count is 0. ctx is passed back as it is and may be null. fault, reply, outcome and the other places for results are never null.",
     "Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through it with buffer_stride, not with your own sizeof. All \
      buffers of an operation have one element type (those of a batch may differ), do not overlap and are where the group's capabilities say. count may be 0: then ptr must not be read. The host has checked counts, \
      ranks and splits of this rank; that the ranks fit each other is for the plugin to find out.",
+    "Order. Collectives of a group run in the order of submission, the same on all ranks. A send or a receive is ordered among those with the same peer, direction and \
+     (TAGS) tag only, and waits for no collective: a receive that waits for its sender must hold up nothing else.",
+    "Bools. Where BOOL is moved or reduced, an output holds 0 or 1, whatever byte above 0 an input had; of a broadcast the root's own buffer too.",
+    "Faults. Write the cause alone: the host puts operation, rank, epoch and peer before it.",
     "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin; those after shutdown do, and are INVALID_STATE.",
     "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (`rank R of N`, or `ranks R, S of N`) and the `phase` that \
      it waited in. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason.",
