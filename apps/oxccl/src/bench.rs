@@ -215,6 +215,14 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         arguments.dtype,
         arguments.ranks,
     )?;
+    if arguments.op.trim() == "all" && !arguments.json {
+        for op in plan::Op::ALL.into_iter().filter(|op| !ops.contains(op)) {
+            say!(
+                "oxccl: {} is not measured: name it with --op to see why",
+                op.name()
+            );
+        }
+    }
     let sizes = match (arguments.min, arguments.max) {
         (Some(min), Some(max)) => plan::sizes_between(min, max, arguments.factor)?,
         _ => arguments.sizes,

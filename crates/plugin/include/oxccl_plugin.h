@@ -32,6 +32,15 @@ extern "C" {
  * must not be read. The host has checked counts, ranks and splits of this rank; that the ranks fit each other
  * is for the plugin to find out. */
 
+/* Order. Collectives of a group run in the order of submission, the same on all ranks. A send or a receive is
+ * ordered among those with the same peer, direction and (TAGS) tag only, and waits for no collective: a
+ * receive that waits for its sender must hold up nothing else. */
+
+/* Bools. Where BOOL is moved or reduced, an output holds 0 or 1, whatever byte above 0 an input had; of a
+ * broadcast the root's own buffer too. */
+
+/* Faults. Write the cause alone: the host puts operation, rank, epoch and peer before it. */
+
 /* Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure
  * do not reach the plugin; those after shutdown do, and are INVALID_STATE. */
 
@@ -40,8 +49,8 @@ extern "C" {
  * waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason. */
 
 /* Faults that the conformance suite checks, of groups that advertise ABORT, RECONFIGURE or
- * MISMATCH_DETECTION: the kind, and what the text contains. N, TAG, A and B stand for numbers, REASON and
- * CAUSE for texts that were given. Of a rank that died it is PEER_LOST with the rank in peer.
+ * MISMATCH_DETECTION: the kind, and what the text contains as whole words. N, TAG, A and B stand for
+ * numbers, REASON, CAUSE, ONE, OTHER and RANKS for texts. Of a rank that died it is PEER_LOST with the rank in peer.
  *
  *   abort(REASON), on the rank that called it:
  *       ABORTED, "REASON"
@@ -59,6 +68,12 @@ extern "C" {
  *       ABORTED, "REASON"
  *   two ranks expect A and B bytes of one message:
  *       MISMATCH, "A bytes" and "B bytes"
+ *   ranks call ONE and OTHER: the operation's name, `N elements`, the name of the type or of the reduction, or `root R`, whichever differs:
+ *       MISMATCH, "ONE" and "OTHER"
+ *   a message is of ONE, and its receive of OTHER, each `N elements of TYPE`; on both ranks:
+ *       MISMATCH, "ONE" and "OTHER"
+ *   a monitored barrier at its deadline, without RANKS: `rank R`, or `ranks R, S`:
+ *       TIMEOUT, "RANKS"
  */
 
 /* Times that it allows, with room for a busy machine. The host itself fails an operation 2 s after its
@@ -128,7 +143,8 @@ enum oxccl_op {
     /* 1 input, 1 output, both in parts by rank. input_splits and output_splits have n counts each, or none: n
      * equal parts. */
     OXCCL_OP_ALL_TO_ALL_INTO = 10,
-    /* 1 buffer, read. peer and tag are set. Ends once the memory may be used again. */
+    /* 1 buffer, read. peer and tag are set. Ends once the memory may be used again; with MISMATCH_DETECTION
+     * not before its receive was found to fit. */
     OXCCL_OP_SEND = 11,
     /* 1 buffer, written, of the sender's type and count. tag is set; peer is none to receive from any rank
      * (RECV_ANY), and the outcome's source says who sent. */
@@ -184,15 +200,18 @@ enum oxccl_reduce {
 /* Features of a group, and what a plugin that advertises one has to do. */
 enum oxccl_feature {
     /* abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all
-     * ranks; the group is poisoned then. So do a deadline that passed (TIMEOUT), a rank that died (PEER_LOST)
-     * and a group that was closed. A poisoned group refuses calls with POISONED. */
+     * ranks; the group is poisoned then. So does what a group cannot go on after, on all ranks and with the
+     * same kind: a deadline that passed (TIMEOUT), ranks that called different things (MISMATCH), a rank that
+     * died (PEER_LOST). A poisoned group refuses calls with POISONED. A rank that was closed or shut down has
+     * left, which ends only what still needs it: say so in close without waiting, for its process may end
+     * right after, and that is no death. */
     OXCCL_FEATURE_ABORT = 0,
     /* configure works again, after a failure too, with other ranks; no byte of an earlier epoch arrives. An
      * epoch that is not larger, or a rank outside the world, is INVALID_ARGUMENT and leaves the group as it
      * was. */
     OXCCL_FEATURE_RECONFIGURE = 1,
     /* Ranks that call different operations, types, counts, reductions or roots get MISMATCH, which names both
-     * sides. */
+     * sides; so do both ends of a message whose type or count differs. */
     OXCCL_FEATURE_MISMATCH_DETECTION = 2,
     /* All ranks of a finished all-reduce hold equal bytes. */
     OXCCL_FEATURE_BITWISE_EQUAL = 3,
@@ -657,7 +676,8 @@ struct oxccl_completion {
     /* Passed back to the functions. */
     void *ctx;
     /* The operation has ended. Exactly once, from any thread, also from within submit; never if submit
-     * refused. ctx and the buffers must not be used afterwards, except buffers that are still retained. */
+     * refused. The group's close may come before this returns. ctx and the buffers must not be used
+     * afterwards, except buffers that are still retained. */
     void (*complete)(void *ctx, const oxccl_outcome *outcome);
     /* Need not be called. Before complete: the operation is enqueued, event (of this plugin's device kind,
      * given away) will be reached when the device has finished it. */
@@ -694,8 +714,8 @@ struct oxccl_traffic {
     uint64_t received;
 };
 
-/* A group of ranks. All functions may be called from any thread; operations run in the order of submission.
- * abort, info and close must not block. */
+/* A group of ranks. All functions may be called from any thread; see Order above. abort, info and close must
+ * not block. */
 struct oxccl_group {
     /* The bytes that the writer of this struct knows. */
     uint64_t size;
@@ -720,8 +740,8 @@ struct oxccl_group {
     /* Waits for pending operations, then aborts the rest. Calls are refused with INVALID_STATE until the next
      * configure. */
     int32_t (*shutdown)(void *ctx, int64_t timeout_ms, oxccl_fault *fault);
-    /* Bytes moved so far. May be null: 0 is reported then, which the conformance suite does not accept of a
-     * sum between ranks. */
+    /* Bytes moved so far, headers included. May be null: 0 is reported then, which the conformance suite does
+     * not accept of a sum between ranks. */
     void (*traffic)(void *ctx, oxccl_traffic *traffic);
     /* The host will not use ctx any more. Exactly once. Pending operations still complete. */
     void (*close)(void *ctx);

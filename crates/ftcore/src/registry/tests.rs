@@ -265,6 +265,6 @@ inventory::submit! {
 fn what_a_finder_brings_is_there_before_the_first_lookup() {
     let found = Registry::global().get("found-when-needed", None).unwrap();
     assert_eq!(found.source.origin, "elsewhere");
-    // Of other registries nobody brings anything.
+    // Other registries get nothing.
     assert!(Registry::new().get("found-when-needed", None).is_err());
 }

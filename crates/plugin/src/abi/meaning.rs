@@ -90,7 +90,7 @@ pub const FEATURES: [(Feature, &str); 10] = [
         "abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all ranks; the group is poisoned then. So does what a \
          group cannot go on after, on all ranks and with the same kind: a deadline that passed (TIMEOUT), ranks that called different things (MISMATCH), \
          a rank that died (PEER_LOST). A poisoned group refuses calls with POISONED. A rank that was closed or shut down has left, which ends only what \
-         still needs it: say so in close without waiting for anybody, for its process may end right after, and that is no death.",
+         still needs it: say so in close without waiting, for its process may end right after, and that is no death.",
     ),
     (
         Feature::Reconfigure,

@@ -238,7 +238,7 @@ fn expectations(out: &mut String) {
     let _ = writeln!(
         out,
         "/* Faults that the conformance suite checks, of groups that advertise ABORT, RECONFIGURE or\n \
-         * MISMATCH_DETECTION: the kind, and what the text contains. as whole words. N, TAG, A and B stand for\n \
+         * MISMATCH_DETECTION: the kind, and what the text contains as whole words. N, TAG, A and B stand for\n \
          * numbers, REASON, CAUSE, ONE, OTHER and RANKS for texts. Of a rank that died it is PEER_LOST with the rank in peer.\n *"
     );
     for text in conformance::expected::TEXTS {
