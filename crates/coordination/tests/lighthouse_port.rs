@@ -256,9 +256,22 @@ fn an_address_in_use_and_a_lighthouse_that_is_not_there_are_said_so() {
         assert!(error.to_string().contains(part), "{part} is not in {error}");
     }
     assert!(start.elapsed() < Duration::from_secs(10));
-    for bad in ["127.0.0.1:1", "https://x:1", "http://"] {
-        let error = LighthouseClient::connect(bad, Instant::now() + Duration::from_millis(300)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{bad}: {error}");
+    for bad in [
+        "",
+        "127.0.0.1:1",
+        "ftp://h:1",
+        "https://x:1",
+        "http://",
+        "http://h",
+        "http://h:port",
+        "http://:1",
+        "http://h:1/x",
+    ] {
+        for list in [bad.to_owned(), format!("http://127.0.0.1:9,{bad}")] {
+            let error =
+                LighthouseClient::connect(&list, Instant::now() + Duration::from_millis(300)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{list}: {error}");
+        }
     }
     let zero = LighthouseServer::start(LighthouseConfig {
         min_replicas: 0,
