@@ -72,7 +72,7 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
     raised.setattr(intern!(py, "count"), context.count)?;
     raised.setattr(intern!(py, "code"), error.code())?;
     raised.setattr(intern!(py, "retryable"), error.is_retryable())?;
-    raised.setattr(intern!(py, "advice"), error.kind().advice())?;
+    raised.setattr(intern!(py, "advice"), error.advice())?;
     Ok(raised)
 }
 

@@ -191,7 +191,7 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
     match result {
         Ok(code) => code,
         Err(e) => {
-            say!("error: {e}\n  hint: {}", e.kind().advice());
+            say!("error: {e}\n  hint: {}", e.advice());
             exit_code(&e)
         }
     }

@@ -165,6 +165,7 @@ fn a_backend_of_another_element_type_alone_passes_too() {
 fn what_cannot_be_tried_is_exit_code_2_with_what_there_is() {
     let (code, _, err) = conformance(Path::new("/nowhere/libacme.so"), &[]);
     assert!(code == Some(2) && err.contains("/nowhere/libacme.so"), "{err}");
+    assert!(err.contains("hint: check the path"), "{err}");
     let below = tempfile::tempdir().unwrap();
     let Some(folder) = in_c(below.path()) else { return };
     let library = build(&folder, None);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::rig::*;
-use ftcore::ErrorKind;
+use ftcore::{ErrorKind, Result};
 use oxccl_coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
 };
@@ -209,6 +209,60 @@ fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back(
     assert_eq!(a.abort_of(epoch).1, ["b:1"]);
 }
 
+/// A lighthouse in the place of one that ended suddenly, whose port may close a little later.
+fn at_its_port(url: &str, start: impl Fn(&str) -> Result<LighthouseServer>) -> LighthouseServer {
+    let end = soon();
+    loop {
+        match start(&socket_of(url).to_string()) {
+            Ok(lighthouse) => return lighthouse,
+            Err(e) => assert!(e.kind() == ErrorKind::Conflict && Instant::now() < end, "{e}"),
+        }
+    }
+}
+
+/// The lighthouse ends between its answer to one member and that to the other: the first one would wait for the second in the step for as long as an
+/// operation may take.
+#[test]
+fn a_member_whose_answer_went_down_with_the_lighthouse_is_not_waited_for_in_the_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |bind: &str| {
+        LighthouseServer::start(LighthouseConfig {
+            bind: bind.into(),
+            initial_replicas: Some(2),
+            state_file: Some(dir.path().join("state")),
+            ..config(2)
+        })
+    };
+    let lighthouse = start("127.0.0.1:0").unwrap();
+    let url = lighthouse.address();
+    let line = Proxy::to(&url);
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &line.url));
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    let asks = {
+        let (client, request) = (b.client.clone(), b.request(1));
+        std::thread::spawn(move || client.quorum(&request, soon()))
+    };
+    until(&client(&lighthouse), "b waits", |s| s.waiting.len() == 1);
+    line.freeze();
+    assert_eq!(quorum(&mut [&mut a], 1)[0].quorum_id, epoch);
+    drop(lighthouse);
+    let _successor = at_its_port(&url, start);
+    line.thaw();
+    let lost = asks.join().unwrap().unwrap_err();
+    assert!(lost.is_retryable(), "{lost}");
+    // b asks again; a is in the step, which ends.
+    let again = {
+        let (client, request) = (b.client.clone(), b.request(1));
+        std::thread::spawn(move || client.quorum(&request, soon()))
+    };
+    let (reason, departed) = a.abort_of(epoch);
+    assert!(reason.contains("b:1 asks again"), "{reason}");
+    assert_eq!(departed, Vec::<String>::new());
+    let after = quorum(&mut [&mut a], 1)[0].quorum_id;
+    assert!(after > epoch);
+    assert_eq!(again.join().unwrap().unwrap().quorum_id, after);
+}
+
 #[test]
 fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restarts() {
     let dir = tempfile::tempdir().unwrap();
@@ -246,14 +300,7 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
             until(&client(&lighthouse), "a:1 waits", |s| !s.waiting.is_empty());
             // Nothing is told, and nothing more is saved.
             drop(lighthouse);
-            let end = soon();
-            lighthouse = loop {
-                match start(&socket_of(&url).to_string()) {
-                    Ok(again) => break again,
-                    // Its port may close a little later.
-                    Err(e) => assert!(e.kind() == ErrorKind::Conflict && Instant::now() < end, "{e}"),
-                }
-            };
+            lighthouse = at_its_port(&url, &start);
         }
         let others = [1, 2].map(|i| ask(&replicas[i], &lineage, step));
         for (replica, call) in replicas.iter_mut().zip([first].into_iter().chain(others)) {

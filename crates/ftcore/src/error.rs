@@ -6,6 +6,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::registry::Unavailable;
+
 /// What went wrong, in terms of what the caller can do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -56,8 +58,10 @@ impl ErrorKind {
     /// A short text on what to do.
     pub fn advice(self) -> &'static str {
         match self {
-            Self::InvalidArgument => "fix the arguments; nothing was sent",
-            Self::Unsupported => "ask capabilities() first, or choose another backend",
+            Self::InvalidArgument => "fix the arguments; nothing was done",
+            Self::Unsupported => {
+                "choose another backend, or do without; capabilities() tells what a backend offers"
+            }
             Self::InvalidState => "configure the group (again) first",
             Self::Timeout => "raise the deadline, or look at the ranks named",
             Self::PeerLost => "configure the group without that peer",
@@ -241,6 +245,11 @@ impl Error {
         self.0.kind.is_retryable()
     }
 
+    /// A short text on what to do: that of the reason why a backend cannot be used, if the error carries one, else that of the kind.
+    pub fn advice(&self) -> &'static str {
+        Unavailable::of(self).map_or(self.kind().advice(), Unavailable::advice)
+    }
+
     /// What happened, without context.
     pub fn message(&self) -> &str {
         &self.0.message
@@ -308,7 +317,7 @@ impl fmt::Debug for Error {
             return f.debug_tuple("Error").field(&self.0).finish();
         }
         let mut told = self.to_string();
-        write!(f, "{:?}: {told}; {}", self.kind(), self.kind().advice())?;
+        write!(f, "{:?}: {told}; {}", self.kind(), self.advice())?;
         let mut cause = std::error::Error::source(self);
         while let Some(c) = cause {
             // A cause whose text is part of what it caused says nothing more.

@@ -39,6 +39,8 @@ pub struct RankRequest {
     pub is_last: bool,
     /// The rank needs no ids of all members: its own part of a large quorum is enough.
     pub own_part: bool,
+    /// Of the replica: its last call was given up before the answer came, which others may have.
+    pub unanswered: bool,
 }
 
 /// What the server shall do.
@@ -82,6 +84,8 @@ pub struct GatherState {
     world_size: u32,
     open: BTreeMap<u32, (RankRequest, Ticket)>,
     asking: Option<u64>,
+    /// The last call was given up.
+    unanswered: bool,
     calls: u64,
     /// The last quorum that was given to the ranks, and which question of each it answered.
     given: Option<(Told, BTreeMap<u32, i64>)>,
@@ -94,6 +98,7 @@ impl GatherState {
             world_size,
             open: BTreeMap::new(),
             asking: None,
+            unanswered: false,
             calls: 0,
             given: None,
         }
@@ -166,6 +171,7 @@ impl GatherState {
             return Vec::new();
         }
         self.asking = None;
+        self.unanswered = answer.is_err();
         match answer {
             Ok(told) => {
                 let open = std::mem::take(&mut self.open);
@@ -197,7 +203,9 @@ impl GatherState {
     }
 
     fn cancel(&mut self) -> Option<GatherAction> {
-        self.asking.take().map(|call| GatherAction::Cancel { call })
+        let call = self.asking.take()?;
+        self.unanswered = true;
+        Some(GatherAction::Cancel { call })
     }
 
     fn reject_all(&mut self, error: &Error) -> Vec<GatherAction> {
@@ -213,6 +221,7 @@ impl GatherState {
     fn combined(&self) -> RankRequest {
         let mut all = self.open.values().map(|(r, _)| r);
         let mut request = all.next().cloned().unwrap_or_default();
+        request.unanswered = self.unanswered;
         let mut is_torn = false;
         for r in all {
             request.shrink_only |= r.shrink_only;
@@ -388,6 +397,28 @@ mod tests {
             asked(&s.ask(1, question(3), 6)).is_some(),
             "rank 0 has left that quorum, so it is not given again"
         );
+    }
+
+    #[test]
+    fn a_call_whose_answer_did_not_come_is_owned_up_to_in_the_next_one_and_in_no_later_one() {
+        let given = || Ok(Told::Members(Arc::new(Quorum::default())));
+        let mut s = GatherState::new(1);
+        let call = |actions: Vec<GatherAction>| {
+            let (call, request) = asked(&actions).unwrap();
+            (call, request.unanswered)
+        };
+        let (first, unanswered) = call(s.ask(0, at(4), 1));
+        assert!(!unanswered);
+        // The rank went away, and comes again.
+        s.withdraw(1);
+        let (second, unanswered) = call(s.ask(0, at(4), 2));
+        assert!(unanswered);
+        assert!(s.answered(first, given()).is_empty());
+        s.answered(second, Err(Error::timeout("no answer")));
+        let (third, unanswered) = call(s.ask(0, at(4), 3));
+        assert!(unanswered);
+        s.answered(third, given());
+        assert!(!call(s.ask(0, at(5), 4)).1);
     }
 
     #[test]

@@ -207,6 +207,7 @@ impl LighthouseState {
         match event {
             Event::Heartbeat { replica_id } => self.heartbeat(&replica_id, now),
             Event::Join { member, ticket } => self.join(member, ticket, now, actions),
+            Event::Unanswered { replica_id } => self.unanswered(&replica_id, actions),
             Event::Withdraw { ticket } => {
                 if let Some(id) = self.roster.caller(ticket) {
                     self.roster.update(&id, |entry| entry.waiting = None);
@@ -375,18 +376,28 @@ impl LighthouseState {
         }
     }
 
+    /// The others may have the answer that this member lacks, and wait for it in a step, or in an epoch, that it knows nothing of. They would wait for
+    /// as long as an operation may take. The next quorum is a new epoch.
+    fn unanswered(&mut self, id: &str, actions: &mut Vec<Action>) {
+        if self.is_previous(id) && self.aborted.is_none() {
+            let reason = format!("{id} asks again: the answer to its last call may be lost");
+            self.abort(&reason, None, actions);
+        }
+    }
+
+    /// Ends the present epoch, or that of before a restart.
     fn abort(&mut self, reason: &str, departed: Option<&str>, actions: &mut Vec<Action>) {
-        let Some(previous) = &self.previous else { return };
+        let present = self.previous.as_ref().map(|quorum| quorum.quorum_id);
+        let Some(quorum_id) = present.or(self.job.as_ref().map(|job| job.epoch)) else {
+            return;
+        };
         let event = AbortEpoch {
-            quorum_id: previous.quorum_id,
+            quorum_id,
             reason: reason.to_string(),
             departed: departed.iter().map(|d| (*d).to_string()).collect(),
         };
-        let to: Vec<String> = previous
-            .ids()
-            .filter(|id| self.is_attached(id))
-            .map(str::to_string)
-            .collect();
+        let members = self.roster.iter().filter(|(_, e)| e.member && e.stream.is_some());
+        let to: Vec<String> = members.map(|(id, _)| id.to_string()).collect();
         match &mut self.aborted {
             Some(first) => {
                 for id in &event.departed {

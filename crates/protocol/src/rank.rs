@@ -257,6 +257,7 @@ impl Rank {
             },
             is_last: self.is_last,
             own_part: true,
+            unanswered: false,
         }
     }
 

@@ -69,7 +69,7 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
 
 
 class InvalidArgument(Error, ValueError):
-    """The call itself is wrong; nothing was sent."""
+    """The call itself is wrong; nothing was done."""
 
     kind = "InvalidArgument"
 

@@ -329,6 +329,7 @@ impl Replica {
         let message = torchft::LighthouseQuorumRequest {
             requester: Some(self.member()),
             held_list: self.list,
+            unanswered: false,
             part: self.load.ours.then_some(torchft::PartRequest { init_sync: true }),
         };
         let seconds = Some(self.load.limit.as_secs());

@@ -71,6 +71,7 @@ impl LighthouseClient {
             let message = torchft::LighthouseQuorumRequest {
                 requester: Some(member.into()),
                 held_list: 0,
+                unanswered: false,
                 part: None,
             };
             let alive = async {

@@ -46,6 +46,8 @@ pub(crate) enum Message {
     Join {
         member: Box<Member>,
         caller: Caller,
+        /// It does not know whether its last call was answered.
+        unanswered: bool,
         ticket: Ticket,
         reply: oneshot::Sender<Result<Reply>>,
     },
@@ -282,6 +284,7 @@ impl Actor {
             Message::Join {
                 member,
                 caller,
+                unanswered,
                 ticket,
                 reply,
             } => {
@@ -294,6 +297,10 @@ impl Actor {
                         self.rates.clear();
                     }
                     self.calls.insert(ticket, (caller, reply));
+                    if unanswered {
+                        let replica_id = member.replica_id.clone();
+                        self.apply(Event::Unanswered { replica_id }).await;
+                    }
                     self.apply(Event::Join {
                         member: *member,
                         ticket,

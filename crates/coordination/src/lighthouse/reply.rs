@@ -537,6 +537,7 @@ mod tests {
                 ..Default::default()
             }),
             held_list: 0,
+            unanswered: false,
             part: Some(torchft::PartRequest::default()),
         };
         assert!(Caller::of(&request(64)).part.is_some());

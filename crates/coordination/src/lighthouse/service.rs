@@ -112,6 +112,7 @@ impl Lighthouse {
         message: torchft::LighthouseQuorumRequest,
     ) -> Result<Reply, Status> {
         let caller = Caller::of(&message);
+        let unanswered = message.unanswered;
         let member = Member::from(
             message
                 .requester
@@ -131,6 +132,7 @@ impl Lighthouse {
         self.send(Message::Join {
             member: Box::new(member),
             caller,
+            unanswered,
             ticket,
             reply,
         });

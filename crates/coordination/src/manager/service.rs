@@ -118,6 +118,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 joining: joining(r.joining),
                 is_last: r.is_last,
                 own_part: r.own_part,
+                unanswered: false,
             },
             metadata: r.checkpoint_metadata,
             deadline,

@@ -4,13 +4,14 @@
 //! The channel reconnects by itself; the stream is opened again with growing pauses. Of several lighthouses the leading one is looked for. A
 //! lighthouse that knows only torchft's services serves for everything but the pushes.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::watch;
 use tonic::Code;
+use tonic::Request;
 use tonic::transport::Channel;
 
 use super::ManagerServerConfig;
@@ -178,14 +179,20 @@ impl Uplink {
         };
         let mut backoff = Backoff::new();
         let mut tries = 0;
+        let unanswered = AtomicBool::new(request.unanswered);
         loop {
             tries += 1;
             let message = torchft::LighthouseQuorumRequest {
                 requester: Some(member.clone().into()),
                 held_list: self.held().list(init_sync),
                 part,
+                unanswered: false,
             };
-            let ask = |channel, request| async move { torchft(channel).quorum(request).await };
+            let ask = |channel, mut request: Request<torchft::LighthouseQuorumRequest>| {
+                // Whatever became of an earlier call, its answer did not come.
+                request.get_mut().unanswered = unanswered.swap(true, Ordering::Relaxed);
+                async move { torchft(channel).quorum(request).await }
+            };
             let answer = inner
                 .lighthouses
                 .call("lighthouse.quorum", deadline, message, ask)

@@ -277,4 +277,10 @@ impl Proxy {
     pub(crate) fn freeze(&self) {
         self.frozen.store(true, Ordering::SeqCst);
     }
+
+    /// Resets all connections and forwards everything from now on.
+    pub(crate) fn thaw(&self) {
+        self.cut();
+        self.frozen.store(false, Ordering::SeqCst);
+    }
 }

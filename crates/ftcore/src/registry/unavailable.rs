@@ -126,6 +126,25 @@ impl Unavailable {
         }
     }
 
+    /// A short text on what to do.
+    pub fn advice(&self) -> &'static str {
+        match self {
+            Self::LibraryNotFound { .. } => "check the path, or install the library",
+            Self::LibraryNotLoadable { .. } => "see the loader's text",
+            Self::SymbolMissing { .. } => "check that it is the right library, in a version that fits",
+            Self::VersionTooOld { .. } => "install a newer version",
+            Self::VersionTooNew { .. } => "install an older version, or a newer oxccl",
+            Self::NoDevice { .. } => "run it on a machine with such a device, or choose another backend",
+            Self::InitFailed { .. } => "see the library's own text and code",
+            Self::NotAPlugin { .. } => "check the file; docs/plugins.md says what a plugin exports",
+            Self::NameMismatch { .. } => "ask for a name that it states",
+            Self::ProbeCrashed { .. } | Self::ProbeFailed { .. } | Self::ProbeTimedOut { .. } => {
+                "see what the process said; report it to the authors of the library or plugin"
+            }
+            Self::NoProbe { .. } => "set what the text names",
+        }
+    }
+
     /// The reason that `error` carries, if it carries one.
     pub fn of(error: &Error) -> Option<&Self> {
         let mut source = std::error::Error::source(error);
@@ -354,6 +373,19 @@ mod tests {
             Unavailable::ProbeTimedOut { milliseconds: 1500 },
             Unavailable::NoProbe { text: s("no helper") },
         ]
+    }
+
+    #[test]
+    fn the_reason_says_what_to_do_also_when_other_errors_lie_around_it() {
+        for reason in one_of_each() {
+            let advice = reason.advice();
+            let error = Error::from(reason);
+            assert_eq!(error.advice(), advice);
+            let around =
+                Error::new(ErrorKind::Unsupported, "backend 'hccl' cannot be used").with_source(error);
+            assert_eq!(around.advice(), advice);
+            assert_ne!(advice, ErrorKind::Unsupported.advice());
+        }
     }
 
     #[test]

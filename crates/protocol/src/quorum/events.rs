@@ -51,6 +51,11 @@ pub enum Event {
         /// The call.
         ticket: Ticket,
     },
+    /// The replica asks again: it is not known whether its last call was answered. Before [`Join`](Self::Join).
+    Unanswered {
+        /// Who.
+        replica_id: String,
+    },
     /// The call is over (cut, cancelled, or its deadline passed): it no longer takes part (L24).
     Withdraw {
         /// The call.

@@ -51,6 +51,40 @@ fn text(sim: &Sim) -> String {
     format!("{:?}", sim.actions)
 }
 
+/// b did not get the answer with which the others went on: they would wait for it in the step until that took too long.
+#[test]
+fn a_member_that_asks_again_ends_the_epoch_in_which_others_may_wait_for_it() {
+    let again = |sim: &mut Sim, id: &str| {
+        let replica_id = id.to_string();
+        sim.event(Event::Unanswered { replica_id });
+    };
+    let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);
+    let epoch = SEED + 1;
+    // Of the lighthouse that answered; and of its successor, which knows them from the record.
+    let mut successor = restart(&sim);
+    successor.attach("a:1", 8);
+    for sim in [&mut sim, &mut successor] {
+        again(sim, "c:1");
+        assert_eq!(sim.pushes(), [], "a stranger has no say");
+        again(sim, "b:1");
+        let [(to, event)] = &sim.pushes()[..] else {
+            panic!("{}", text(sim))
+        };
+        assert!(to.iter().any(|id| id == "a:1"), "{to:?}");
+        assert_eq!((event.quorum_id, event.departed.len()), (epoch, 0));
+        assert!(event.reason.contains("b:1 asks again"), "{event:?}");
+        again(sim, "b:1");
+        assert_eq!(sim.pushes(), [], "it is over already");
+        // Who attaches later is told, too.
+        sim.attach("a:1", 9);
+        assert_eq!(sim.pushes().len(), 1);
+        sim.join_as(at("b:1", 10, &lineage));
+        assert_eq!(sim.delivered(), None);
+        sim.join_as(at("a:1", 10, &lineage));
+        assert!(sim.delivered().unwrap().quorum_id > epoch, "{}", text(sim));
+    }
+}
+
 #[test]
 fn the_record_is_saved_before_a_new_epoch_is_delivered_and_not_for_every_step() {
     let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);

@@ -683,12 +683,16 @@ impl World {
                 };
                 let now = self.now;
                 self.checks.asks(&member.replica_id, member.step, now);
+                let replica_id = member.replica_id.clone();
                 if refused {
                     self.connection_breaks(server);
                     return;
                 }
                 if let Some(lighthouse) = &mut self.lighthouse {
                     lighthouse.calls.insert(ticket, (server, call));
+                }
+                if request.unanswered && !self.scenario.foreign {
+                    self.send_lighthouse(server, Event::Unanswered { replica_id });
                 }
                 self.send_lighthouse(server, Event::Join { member, ticket });
             }

@@ -76,6 +76,7 @@ fn join(id: &str, step: i64, ticket: Ticket) -> (Message, oneshot::Receiver<Resu
     let message = Message::Join {
         member: Box::new(member),
         caller: Caller::default(),
+        unanswered: false,
         ticket,
         reply,
     };
