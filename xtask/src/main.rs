@@ -32,6 +32,7 @@ mod oneccl;
 mod oneccl_sycl;
 mod peers;
 mod process;
+mod progress;
 mod python;
 mod runner;
 mod tidy;

@@ -466,7 +466,7 @@ pub(crate) const ROWS: &[Row] = &[
     ),
     row(
         "torchrun",
-        None,
+        Some("launchers"),
         "ranks started by the real torchrun, which has the store, and started again by it",
         torchrun,
         suite("launchers-conformance", "torchrun::"),

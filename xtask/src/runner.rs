@@ -22,6 +22,7 @@ use crate::libtest::Tally;
 use crate::matrix::{Environment, ROWS, Row, Run, Skip, Targets, TestCall};
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output, seconds};
+use crate::progress::Progress;
 use crate::python;
 
 /// Building everything on two cores from nothing, with much to spare.
@@ -91,9 +92,15 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
         probed: Mutex::default(),
         counts: Mutex::new(Counts::default()),
         is_built: OnceLock::new(),
+        progress: OnceLock::new(),
     };
     if rows.len() > 1 {
+        println!(
+            "{} rows; what they share is built first, and what they need is fetched",
+            rows.len()
+        );
         matrix.prepare(&rows)?;
+        matrix.foresee(&rows);
     }
     for_all(&rows, usize::from(args.at_once.max(1)), |row| matrix.run(row))?;
     let counts = lock(&matrix.counts);
@@ -113,6 +120,8 @@ struct Matrix<'a> {
     counts: Mutex<Counts>,
     /// Set once everything that rows share is built.
     is_built: OnceLock<()>,
+    /// Of several rows.
+    progress: OnceLock<Progress>,
 }
 
 impl Matrix<'_> {
@@ -151,6 +160,19 @@ impl Matrix<'_> {
         Ok(())
     }
 
+    /// Says what will run, how long that takes, and what is skipped.
+    fn foresee(&self, rows: &[&Row]) {
+        let (run, skipped): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| self.probe(row).is_ok());
+        let progress = Progress::new(&run, self.args.at_once, &self.logs);
+        let names: Vec<&str> = skipped.iter().map(|row| row.name).collect();
+        let skips = match names.is_empty() {
+            true => String::new(),
+            false => format!("; {} are skipped: {}", names.len(), names.join(", ")),
+        };
+        println!("{}{skips}", progress.plan());
+        let _ = self.progress.set(progress);
+    }
+
     /// Builds the programs of examples that tests run; the text is why it failed.
     fn build_examples(&self, targets: &Targets, what: &str, log: &Path) -> Result<Option<String>> {
         let Some(select) = targets.select_examples() else {
@@ -181,7 +203,13 @@ impl Matrix<'_> {
         };
         let verdict = enforce(verdict, row, &self.args.require, &self.args.require_installable);
         let mut counts = lock(&self.counts);
-        report(row, &verdict, started.elapsed(), &log_path(&self.logs, row));
+        let took = started.elapsed();
+        report(row, &verdict, took, &log_path(&self.logs, row));
+        let passed = matches!(verdict, Verdict::Passed { .. });
+        let progress = self.progress.get().and_then(|p| p.ended(row.name, took, passed));
+        if let Some(progress) = progress {
+            println!("  …   {progress}");
+        }
         counts.add(&verdict);
     }
 

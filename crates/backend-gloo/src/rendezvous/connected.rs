@@ -64,7 +64,7 @@ impl Rendezvous<'_> {
                 continue;
             }
             let address = found.address.clone();
-            let half = || Error::new(ErrorKind::Internal, "a rank is connected by half");
+            let half = || Error::new(ErrorKind::Internal, "a rank lacks one of its connections");
             let mut mail = None;
             let wire = match (found.data, found.messages, found.memory) {
                 (_, _, Some(mut shared)) => {

@@ -1,5 +1,5 @@
 //! Plugins as files: header, fixtures with their documented outcomes, a backend in C, panics, a device kind, discovery,
-//! the walk-through of `docs/plugins.md`, and the training program with all of them around.
+//! and the training program with all of them around.
 //!
 //! What needs a C compiler is ignored with the reason where there is none, never passed.
 
