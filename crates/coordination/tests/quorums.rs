@@ -300,7 +300,7 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
             until(&client(&lighthouse), "a:1 waits", |s| !s.waiting.is_empty());
             // Nothing is told, and nothing more is saved.
             drop(lighthouse);
-            lighthouse = at_its_port(&url, &start);
+            lighthouse = at_its_port(&url, start);
         }
         let others = [1, 2].map(|i| ask(&replicas[i], &lineage, step));
         for (replica, call) in replicas.iter_mut().zip([first].into_iter().chain(others)) {
