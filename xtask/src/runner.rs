@@ -205,7 +205,9 @@ impl Matrix<'_> {
         let mut counts = lock(&self.counts);
         let took = started.elapsed();
         report(row, &verdict, took, &log_path(&self.logs, row));
-        let passed = matches!(verdict, Verdict::Passed { .. });
+        // Long and delayed runs tell nothing about later ones.
+        let is_usual = !self.args.long && self.delays.is_none();
+        let passed = is_usual && matches!(verdict, Verdict::Passed { .. });
         let progress = self.progress.get().and_then(|p| p.ended(row.name, took, passed));
         if let Some(progress) = progress {
             println!("  …   {progress}");

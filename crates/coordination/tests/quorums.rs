@@ -1,5 +1,6 @@
 //! Lighthouse and manager servers together over loopback: quorums form, deaths are pushed, restarts go on.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::rig::*;
@@ -172,14 +173,7 @@ fn a_leave_whose_connection_broke_is_sent_again() {
 #[test]
 fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back() {
     let dir = tempfile::tempdir().unwrap();
-    let start = |bind: &str| {
-        LighthouseServer::start(LighthouseConfig {
-            bind: bind.into(),
-            initial_replicas: Some(2),
-            state_file: Some(dir.path().join("state")),
-            ..config(2)
-        })
-    };
+    let start = of_a_record(dir.path(), 2);
     let lighthouse = start("127.0.0.1:0").unwrap();
     let url = lighthouse.address();
     let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
@@ -209,6 +203,18 @@ fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back(
     assert_eq!(a.abort_of(epoch).1, ["b:1"]);
 }
 
+/// Starts lighthouses that share a record, one after another, for a first quorum of that many.
+fn of_a_record(folder: &Path, first: usize) -> impl Fn(&str) -> Result<LighthouseServer> + Copy {
+    move |bind| {
+        LighthouseServer::start(LighthouseConfig {
+            bind: bind.into(),
+            initial_replicas: Some(first),
+            state_file: Some(folder.join("state")),
+            ..config(2)
+        })
+    }
+}
+
 /// A lighthouse in the place of one that ended suddenly, whose port may close a little later.
 fn at_its_port(url: &str, start: impl Fn(&str) -> Result<LighthouseServer>) -> LighthouseServer {
     let end = soon();
@@ -225,14 +231,7 @@ fn at_its_port(url: &str, start: impl Fn(&str) -> Result<LighthouseServer>) -> L
 #[test]
 fn a_member_whose_answer_went_down_with_the_lighthouse_is_not_waited_for_in_the_step() {
     let dir = tempfile::tempdir().unwrap();
-    let start = |bind: &str| {
-        LighthouseServer::start(LighthouseConfig {
-            bind: bind.into(),
-            initial_replicas: Some(2),
-            state_file: Some(dir.path().join("state")),
-            ..config(2)
-        })
-    };
+    let start = of_a_record(dir.path(), 2);
     let lighthouse = start("127.0.0.1:0").unwrap();
     let url = lighthouse.address();
     let line = Proxy::to(&url);
@@ -266,14 +265,7 @@ fn a_member_whose_answer_went_down_with_the_lighthouse_is_not_waited_for_in_the_
 #[test]
 fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restarts() {
     let dir = tempfile::tempdir().unwrap();
-    let start = |bind: &str| {
-        LighthouseServer::start(LighthouseConfig {
-            bind: bind.into(),
-            initial_replicas: Some(3),
-            state_file: Some(dir.path().join("state")),
-            ..config(2)
-        })
-    };
+    let start = of_a_record(dir.path(), 3);
     let mut lighthouse = start("127.0.0.1:0").unwrap();
     let url = lighthouse.address();
     let mut replicas = ["a:1", "b:1", "c:1"].map(|id| Replica::start(id, &url));

@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_whose_answer_did_not_come_is_owned_up_to_in_the_next_one_and_in_no_later_one() {
+    fn that_a_call_was_not_answered_is_told_with_the_next_one_and_with_no_later_one() {
         let given = || Ok(Told::Members(Arc::new(Quorum::default())));
         let mut s = GatherState::new(1);
         let call = |actions: Vec<GatherAction>| {
