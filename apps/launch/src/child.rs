@@ -62,7 +62,7 @@ pub(super) fn spawn(
             Err(Errno::SRCH.into())
         }
     };
-    // SAFETY: INV-8. The hook runs in the forked child, where only async-signal-safe code is allowed: it makes two system
+    // SAFETY: The hook runs in the forked child, where only async-signal-safe code is allowed: it makes two system
     // calls (prctl, getppid), takes no lock, allocates nothing (an error here is a bare code) and captures one integer.
     unsafe { command.pre_exec(hook) };
     let started = command.spawn().map_err(|e| {

@@ -101,7 +101,7 @@ impl Nccl {
     /// A new unique id.
     pub(crate) fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; UniqueId::BYTES]);
-        // SAFETY: INV-12 writes one id.
+        // SAFETY: writes one id into the variable that this call borrows.
         self.check("ncclGetUniqueId", unsafe {
             (self.api().get_unique_id)(&raw mut id)
         })?;
@@ -193,10 +193,10 @@ pub(crate) struct Comm {
     gate: RwLock<()>,
 }
 
-// SAFETY: INV-12 NCCL allows calls from any thread, one at a time per communicator for enqueuing (the caller's order lock), and
+// SAFETY: NCCL allows calls from any thread, one at a time per communicator for enqueuing (the caller's order lock), and
 // abort and async-error queries beside them.
 unsafe impl Send for Comm {}
-// SAFETY: INV-12 as above.
+// SAFETY: as above.
 unsafe impl Sync for Comm {}
 
 impl Comm {
@@ -214,7 +214,7 @@ impl Comm {
         };
         let place = new_place();
         let result = nccl.with_config(wish, |config| {
-            // SAFETY: INV-12 writes one handle into a place that is kept; the configuration and its strings live over the call, which
+            // SAFETY: writes one handle into a place that is kept; the configuration and its strings live over the call, which
             // copies them.
             Ok(unsafe { (nccl.api().comm_init_rank_config)(place.as_ptr(), world, id, rank, config) })
         })?;
@@ -259,7 +259,7 @@ impl Comm {
     pub(crate) fn state(&self) -> Result<bool> {
         let _inside = self.enter()?;
         let mut state = code::SUCCESS;
-        // SAFETY: INV-12 the gate keeps the communicator; writes one code.
+        // SAFETY: the gate keeps the communicator; writes one code.
         let result = unsafe { (self.nccl.api().comm_get_async_error)(self.handle, &raw mut state) };
         self.nccl.check("ncclCommGetAsyncError", result)?;
         match state {
@@ -312,7 +312,7 @@ impl Comm {
     pub(crate) fn count(&self) -> Result<u32> {
         let _inside = self.enter()?;
         let mut count = 0;
-        // SAFETY: INV-12 the gate keeps the communicator; writes one int.
+        // SAFETY: the gate keeps the communicator; writes one int.
         let result = unsafe { (self.nccl.api().comm_count)(self.handle, &raw mut count) };
         self.nccl.check("ncclCommCount", result)?;
         Ok(u32::try_from(count).unwrap_or(0))
@@ -327,11 +327,11 @@ impl Comm {
     ) -> Result<()> {
         {
             let _inside = self.enter()?;
-            // SAFETY: INV-12 a group belongs to the calling thread; it is always ended below.
+            // SAFETY: a group belongs to the calling thread; it is always ended below.
             let started = unsafe { (self.nccl.api().group_start)() };
             self.nccl.check("ncclGroupStart", started)?;
             let made = calls(&Calls(self));
-            // SAFETY: INV-12 ends the group begun above.
+            // SAFETY: ends the group begun above.
             let ended = self
                 .nccl
                 .check("ncclGroupEnd", unsafe { (self.nccl.api().group_end)() });
@@ -347,7 +347,7 @@ impl Comm {
         let mut bytes = factor_bits(factor, d)?.to_le_bytes();
         let mut op = 0;
         let element = native(d).unwrap_or(dtype::FLOAT32);
-        // SAFETY: INV-12 the gate keeps the communicator; the scalar is read before the call returns; writes one handle.
+        // SAFETY: the gate keeps the communicator; the scalar is read before the call returns; writes one handle.
         let result = unsafe {
             (self.nccl.api().red_op_create_pre_mul_sum)(
                 &raw mut op,
@@ -364,7 +364,7 @@ impl Comm {
     /// Frees it; operations that were enqueued with it keep what they need.
     pub(crate) fn drop_op(&self, op: RedOp) {
         if let Ok(_inside) = self.enter() {
-            // SAFETY: INV-12 the gate keeps the communicator; made by `premul_sum` and freed once.
+            // SAFETY: the gate keeps the communicator; made by `premul_sum` and freed once.
             let result = unsafe { (self.nccl.api().red_op_destroy)(op, self.handle) };
             if let Err(error) = self.nccl.check("ncclRedOpDestroy", result) {
                 // Costs the library a few bytes until the communicator goes.
@@ -397,14 +397,14 @@ impl Comm {
             && let Some(revoke) = self.nccl.api().comm_revoke
         {
             // A call is stuck inside. Revoking lets it out without freeing anything under it.
-            // SAFETY: INV-12 the handle is freed only below.
+            // SAFETY: the handle is freed only below.
             let revoked = unsafe { revoke(self.handle, nccl_sys::REVOKE_DEFAULT) };
             if let Err(error) = self.nccl.check("ncclCommRevoke", revoked) {
                 tracing::warn!(%error, "a communicator could not be revoked; it is aborted under its callers");
             }
             self.is_left(COURTESY);
         }
-        // SAFETY: INV-8 freed once (`closed`). Callers have left, or are stuck in a call, which is what abort exists for.
+        // SAFETY: freed once (`closed`). Callers have left, or are stuck in a call, which is what abort exists for.
         let result = unsafe { (self.nccl.api().comm_abort)(self.handle) };
         match self.nccl.check("ncclCommAbort", result) {
             Ok(()) => {
@@ -419,7 +419,7 @@ impl Comm {
     pub(crate) fn retire(&self, patience: Duration) {
         let until = deadline_in(patience);
         let flushed = self.enter().and_then(|_inside| {
-            // SAFETY: INV-12 the gate keeps the communicator.
+            // SAFETY: the gate keeps the communicator.
             self.nccl.check("ncclCommFinalize", unsafe {
                 (self.nccl.api().comm_finalize)(self.handle)
             })
@@ -429,7 +429,7 @@ impl Comm {
             return self.abort();
         }
         if !self.closed.swap(true, Ordering::AcqRel) && self.is_left(COURTESY) {
-            // SAFETY: INV-8 freed once (`closed`), no call is inside.
+            // SAFETY: freed once (`closed`), no call is inside.
             let result = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
             match self.nccl.check("ncclCommDestroy", result) {
                 Ok(()) => self.freed.store(true, Ordering::Release),

@@ -165,7 +165,7 @@ pub unsafe trait Element: Copy + Send + Sync + 'static {
 
 macro_rules! element {
     ($($t:ty => $d:ident),* $(,)?) => {$(
-        // SAFETY: INV-8 (structural) a plain number (or a transparent byte): no padding, all bit patterns valid.
+        // SAFETY: a plain number (or a transparent byte): no padding, all bit patterns valid.
         unsafe impl Element for $t { const DTYPE: DType = DType::$d; }
     )*};
 }

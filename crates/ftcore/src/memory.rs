@@ -47,17 +47,17 @@ pub struct Tensor {
     owner: Owner,
 }
 
-// SAFETY: INV-8 the tensor is the only way to its memory (from_vec), or its constructor promised so (from_raw), or it is
+// SAFETY: the tensor is the only way to its memory (from_vec), or its constructor promised so (from_raw), or it is
 // a range of such a tensor that no other part of it has (`views`), and the owner is Send; moving it to another thread
 // moves that exclusive access.
 unsafe impl Send for Tensor {}
-// SAFETY: INV-8 shared access only reads.
+// SAFETY: shared access only reads.
 unsafe impl Sync for Tensor {}
 
 /// # Safety
 /// `ptr`, `len` and `capacity` come from a `Vec<T>` that was taken apart and not freed since.
 unsafe fn free_vec<T>(ptr: NonNull<u8>, len: usize, capacity: usize) {
-    // SAFETY: INV-8 by the contract above these are the parts of a live Vec<T>.
+    // SAFETY: by the contract above these are the parts of a live Vec<T>.
     drop(unsafe { Vec::from_raw_parts(ptr.as_ptr().cast::<T>(), len, capacity) });
 }
 
@@ -164,7 +164,7 @@ impl Tensor {
 
     /// For `T` of the dtype's size, in host memory.
     fn copy_as<T: Element>(&self) -> Self {
-        // SAFETY: INV-8 host memory of `count` elements of T's size, aligned for it, in which every bit pattern is a T; alive as long as self.
+        // SAFETY: host memory of `count` elements of T's size, aligned for it, in which every bit pattern is a T; alive as long as self.
         let values = unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<T>(), self.count) };
         let mut own = Vec::with_capacity(values.len());
         prefer_huge_pages(own.spare_capacity_mut());
@@ -290,7 +290,7 @@ impl Tensor {
     /// The elements; an error if `T` is not the dtype or the memory is not on the host.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         self.host::<T>()?;
-        // SAFETY: INV-8 host memory of `count` aligned elements of T (checked), alive as long as self.
+        // SAFETY: host memory of `count` aligned elements of T (checked), alive as long as self.
         Ok(unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<T>(), self.count) })
     }
 
@@ -298,7 +298,7 @@ impl Tensor {
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         self.host::<T>()?;
         self.make_own();
-        // SAFETY: INV-8 as above; &mut self is the only access.
+        // SAFETY: as above; &mut self is the only access.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast::<T>(), self.count) })
     }
 
@@ -307,7 +307,7 @@ impl Tensor {
         if !self.device.is_cpu() {
             return &[];
         }
-        // SAFETY: INV-8 every element has no padding, so its bytes are initialised; alive as long as self.
+        // SAFETY: every element has no padding, so its bytes are initialised; alive as long as self.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.byte_len()) }
     }
 
@@ -317,7 +317,7 @@ impl Tensor {
             return &mut [];
         }
         self.make_own();
-        // SAFETY: INV-8 every bit pattern is valid for every element; &mut self is the only access.
+        // SAFETY: every bit pattern is valid for every element; &mut self is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.byte_len()) }
     }
 
@@ -335,7 +335,7 @@ impl Tensor {
                 ..
             } if element == TypeId::of::<T>() => {
                 let this = ManuallyDrop::new(self);
-                // SAFETY: INV-8 these are the parts of the Vec<T> taken apart in from_vec; ManuallyDrop gives them up once.
+                // SAFETY: these are the parts of the Vec<T> taken apart in from_vec; ManuallyDrop gives them up once.
                 let vec = unsafe { Vec::from_raw_parts(this.ptr.as_ptr().cast::<T>(), len, capacity) };
                 // Only the plain fields are left behind: free the shape, the device kind stays shared.
                 let mut this = this;
@@ -419,7 +419,7 @@ impl Drop for Tensor {
             len, capacity, free, ..
         } = self.owner
         {
-            // SAFETY: INV-8 the parts come from from_vec and are given back exactly once, here.
+            // SAFETY: the parts come from from_vec and are given back exactly once, here.
             unsafe { free(self.ptr, len, capacity) };
         }
     }
@@ -481,7 +481,7 @@ pub fn prefer_huge_pages<T>(memory: &mut [MaybeUninit<T>]) {
         return;
     }
     let advice = rustix::mm::Advice::LinuxHugepage;
-    // SAFETY: INV-8 these are whole pages within memory that is lent to this call alone, and the advice changes neither what is in them
+    // SAFETY: these are whole pages within memory that is lent to this call alone, and the advice changes neither what is in them
     // nor how they may be used.
     let _ = unsafe { rustix::mm::madvise(begin.wrapping_add(start).cast(), bytes, advice) };
 }
@@ -510,7 +510,7 @@ mod tests {
         device: Device,
         owner: Arc<()>,
     ) -> Tensor {
-        // SAFETY: INV-8 the tests keep the memory for longer than the tensor, and look at it through tensors only.
+        // SAFETY: the tests keep the memory for longer than the tensor, and look at it through tensors only.
         unsafe { Tensor::from_raw(ptr, dtype, &[count], None, device, Box::new(owner)) }.unwrap()
     }
 
@@ -682,12 +682,12 @@ mod tests {
     fn l14_a_strided_tensor_is_refused_with_its_strides() {
         let mut v = vec![0f32; 8];
         let ptr = NonNull::new(v.as_mut_ptr()).unwrap().cast();
-        // SAFETY: INV-8 `v` outlives the tensor and is not touched while it lives.
+        // SAFETY: `v` outlives the tensor and is not touched while it lives.
         let r = unsafe { Tensor::from_raw(ptr, DType::F32, &[4], Some(&[2]), Device::CPU, Box::new(())) };
         let e = r.err().unwrap();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.to_string().contains("[2]"), "{e}");
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         let ok =
             unsafe { Tensor::from_raw(ptr, DType::F32, &[2, 4], Some(&[4, 1]), Device::CPU, Box::new(())) };
         assert_eq!(ok.unwrap().count(), 8);
@@ -713,7 +713,7 @@ mod tests {
         let ptr = NonNull::new(v.as_mut_ptr()).unwrap();
         let make = |off: usize, n: usize| {
             let p = NonNull::new(ptr.as_ptr().wrapping_add(off)).unwrap().cast();
-            // SAFETY: INV-8 only addresses are looked at; nothing is written.
+            // SAFETY: only addresses are looked at; nothing is written.
             unsafe { Tensor::from_raw(p, DType::F32, &[n], None, Device::CPU, Box::new(())) }.unwrap()
         };
         let (a, b, c) = (make(0, 4), make(4, 4), make(3, 2));

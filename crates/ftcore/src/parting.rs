@@ -55,7 +55,7 @@ impl Parting for Receiver<()> {
 pub fn part_from(parting: impl Parting) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
-        // SAFETY: INV-12 the handler is a function that lives as long as this library; in one that is unloaded it runs before that.
+        // SAFETY: the handler is a function that lives as long as this library; in one that is unloaded it runs before that.
         if unsafe { libc::atexit(at_exit) } != 0 {
             tracing::warn!("a process that ends right after it has left a group may be taken for dead: no room for an exit handler");
         }

@@ -18,7 +18,7 @@ pub(crate) fn die_with_parent(command: &mut Command) {
             Err(Errno::SRCH.into())
         }
     };
-    // SAFETY: INV-8 the hook runs in the forked child, where only async-signal-safe code is allowed: it makes two system
+    // SAFETY: the hook runs in the forked child, where only async-signal-safe code is allowed: it makes two system
     // calls (prctl, getppid), takes no lock, allocates nothing (an error here is a bare code) and captures one integer.
     unsafe { command.pre_exec(hook) };
 }

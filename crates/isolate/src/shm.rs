@@ -25,13 +25,13 @@ pub(crate) struct Mapping {
     fd: Option<OwnedFd>,
 }
 
-// SAFETY: INV-8 the mapping is plain memory; who may touch which part of it is decided by regions and tensors.
+// SAFETY: the mapping is plain memory; who may touch which part of it is decided by regions and tensors.
 unsafe impl Send for Mapping {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<NonNull<u8>> {
-    // SAFETY: INV-8 a new mapping at an address of the kernel's choice touches no memory that exists; the size is sealed.
+    // SAFETY: a new mapping at an address of the kernel's choice touches no memory that exists; the size is sealed.
     let base = unsafe {
         mmap(
             std::ptr::null_mut(),
@@ -95,7 +95,7 @@ impl Mapping {
     fn at(&self, offset: usize, length: usize) -> Result<NonNull<u8>> {
         match offset.checked_add(length) {
             Some(end) if end <= self.bytes => {
-                // SAFETY: INV-8 within the mapping (checked), which is one allocation.
+                // SAFETY: within the mapping (checked), which is one allocation.
                 Ok(unsafe { self.base.add(offset) })
             }
             _ => Err(odd(format_args!(
@@ -108,7 +108,7 @@ impl Mapping {
     /// Copies into the region at `offset`, which the caller has for itself.
     pub(crate) fn copy_in(&self, offset: usize, from: &[u8]) -> Result<()> {
         let to = self.at(offset, from.len())?;
-        // SAFETY: INV-8 `to` has room (checked); the region is the caller's, so nothing else touches it, and `from` is other
+        // SAFETY: `to` has room (checked); the region is the caller's, so nothing else touches it, and `from` is other
         // memory: a tensor in shared memory is not copied.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
         Ok(())
@@ -117,7 +117,7 @@ impl Mapping {
     /// Copies out of the region at `offset`, which the caller has for itself.
     pub(crate) fn copy_out(&self, offset: usize, to: &mut [u8]) -> Result<()> {
         let from = self.at(offset, to.len())?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
@@ -138,7 +138,7 @@ impl Mapping {
             .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
             .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
         let ptr = self.at(offset, bytes)?;
-        // SAFETY: INV-8 `bytes` bytes within the mapping (checked), which `owner` keeps; alignment is checked by `from_raw`; one
+        // SAFETY: `bytes` bytes within the mapping (checked), which `owner` keeps; alignment is checked by `from_raw`; one
         // writer as said above.
         unsafe { Tensor::from_raw(ptr, dtype, shape, None, Device::CPU, owner) }
     }
@@ -146,7 +146,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: INV-8 the mapping is ours and nothing points into it any more: whatever does holds an `Arc` of it.
+        // SAFETY: the mapping is ours and nothing points into it any more: whatever does holds an `Arc` of it.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

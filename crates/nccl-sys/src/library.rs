@@ -72,9 +72,9 @@ macro_rules! table {
 
             fn load(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self {
-                    // SAFETY: INV-12 the signatures are those of NCCL's public header for these names.
+                    // SAFETY: the signatures are those of NCCL's public header for these names.
                     $($r: *unsafe { library.get(concat!($rs, "\0").as_bytes()) }.map_err(|_| $rs)?,)*
-                    // SAFETY: INV-12 as above.
+                    // SAFETY: as above.
                     $($o: unsafe { library.get(concat!($os, "\0").as_bytes()) }.ok().map(|f| *f),)*
                 })
             }
@@ -157,7 +157,7 @@ impl Library {
     pub fn open() -> Result<Self, OpenError> {
         let mut tried = Vec::new();
         for path in locate::candidates() {
-            // SAFETY: INV-12 loading runs the library's initialisers; the path is the user's own choice or the system's.
+            // SAFETY: loading runs the library's initialisers; the path is the user's own choice or the system's.
             match unsafe { libloading::Library::new(&path) } {
                 Ok(library) => return Self::of(path, library),
                 Err(e) => tried.push(format!("{}: {e}", path.display())),
@@ -170,7 +170,7 @@ impl Library {
 
     /// Opens that file.
     pub fn open_at(path: &Path) -> Result<Self, OpenError> {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         let library = unsafe { libloading::Library::new(path) }.map_err(|e| OpenError::NotFound {
             tried: format!("{}: {e}", path.display()),
         })?;
@@ -186,7 +186,7 @@ impl Library {
             symbol,
         })?;
         let mut number: c_int = 0;
-        // SAFETY: INV-12 writes one int; needs no device.
+        // SAFETY: writes one int; needs no device.
         let code = unsafe { (api.get_version)(&raw mut number) };
         let version = match u32::try_from(number) {
             Ok(n) if code == 0 => Version(n),
@@ -215,19 +215,19 @@ impl Library {
 
     /// What a stand-in for tests says of itself; `None` for NCCL.
     pub fn stand_in(&self) -> Option<String> {
-        // SAFETY: INV-12 returns a static string.
+        // SAFETY: returns a static string.
         self.api.standin_description.map(|f| text(unsafe { f() }))
     }
 
     /// A result code in words.
     pub fn describe(&self, code: ResultCode) -> String {
-        // SAFETY: INV-12 the library returns a static string for every code.
+        // SAFETY: the library returns a static string for every code.
         text(unsafe { (self.api.get_error_string)(code) })
     }
 
     /// The library's last error in words; empty if it keeps none.
     pub fn last_error(&self) -> String {
-        // SAFETY: INV-12 a null communicator asks for the process's last error; the string is static.
+        // SAFETY: a null communicator asks for the process's last error; the string is static.
         text(unsafe { (self.api.get_last_error)(std::ptr::null_mut()) })
     }
 }
@@ -236,7 +236,7 @@ fn text(s: *const c_char) -> String {
     if s.is_null() {
         return String::new();
     }
-    // SAFETY: INV-12 not null; the library's strings end with a zero and stay where they are.
+    // SAFETY: not null; the library's strings end with a zero and stay where they are.
     unsafe { std::ffi::CStr::from_ptr(s) }
         .to_string_lossy()
         .into_owned()

@@ -40,7 +40,7 @@ fn main() -> std::process::ExitCode {
         ("makes_ids_that_differ", |l| {
             let id = || {
                 let mut id = nccl_sys::UniqueId([0; nccl_sys::UniqueId::BYTES]);
-                // SAFETY: INV-12 writes one id; needs a network interface, no GPU.
+                // SAFETY: writes one id; needs a network interface, no GPU.
                 let code = unsafe { (l.api().get_unique_id)(&raw mut id) };
                 (code, id)
             };

@@ -103,7 +103,7 @@ fn set_if(name: &str, value: &str, may: impl FnOnce(Option<&OsStr>) -> bool) -> 
     if !may(present.as_deref()) || present.is_some_and(|p| p == value) {
         return false;
     }
-    // SAFETY: INV-12 Rust's own readers and writers share a lock; C code that reads the environment in another thread at
+    // SAFETY: Rust's own readers and writers share a lock; C code that reads the environment in another thread at
     // this moment is what the module's documentation warns of, and `prepare` early in `main` avoids.
     unsafe { std::env::set_var(name, value) };
     true
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn a_variable_that_the_user_set_is_left_alone() {
-        // SAFETY: INV-12 a name that nothing else reads.
+        // SAFETY: a name that nothing else reads.
         unsafe { std::env::set_var("OXCCL_TEST_ENVIRONMENT", "mine") };
         assert!(!set_if_absent("OXCCL_TEST_ENVIRONMENT", "theirs"));
         assert_eq!(std::env::var("OXCCL_TEST_ENVIRONMENT").unwrap(), "mine");
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(names().as_deref(), Some("ONECCL_LEGACY_CPU"));
         assert!(prepare(Flavour::Sycl).contains(&"CCL_PLUGIN"));
         assert_eq!(names().as_deref(), Some("ONECCL_LEGACY"));
-        // SAFETY: INV-12 nothing else reads it here.
+        // SAFETY: nothing else reads it here.
         unsafe { std::env::set_var("CCL_PLUGIN", "MINE") };
         assert!(!prepare(Flavour::Host).contains(&"CCL_PLUGIN"));
         assert_eq!(names().as_deref(), Some("MINE"));

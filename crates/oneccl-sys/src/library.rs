@@ -66,7 +66,7 @@ macro_rules! functions {
             unsafe fn look_up(library: &dl::Library, file: &str) -> Result<Self, OpenError> {
                 Ok(Self {
                     $($r: {
-                        // SAFETY: INV-12 the type is the C API's for that name.
+                        // SAFETY: the type is the C API's for that name.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($rarg),*) -> $rret>($rname) };
                         *symbol.map_err(|_| OpenError::SymbolMissing {
                             library: file.to_string(),
@@ -74,7 +74,7 @@ macro_rules! functions {
                         })?
                     },)*
                     $($o: {
-                        // SAFETY: INV-12 the type is the C API's for that name.
+                        // SAFETY: the type is the C API's for that name.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($oarg),*) -> $oret>($oname) };
                         symbol.ok().map(|s| *s)
                     },)*
@@ -213,10 +213,10 @@ impl Library {
         };
         open_for_good(&plugin)?;
         let name = file.display().to_string();
-        // SAFETY: INV-12 libccl.so.2 is oneCCL's C API.
+        // SAFETY: libccl.so.2 is oneCCL's C API.
         let functions = unsafe { Functions::look_up(&library, &name)? };
         let mut code = 0;
-        // SAFETY: INV-12 the out-parameter is a live integer.
+        // SAFETY: the out-parameter is a live integer.
         let result = unsafe { (functions.get_version)(&raw mut code) };
         if result != ResultCode::SUCCESS {
             return Err(OpenError::NoVersion {
@@ -241,20 +241,20 @@ impl Library {
             if text.is_null() {
                 return String::new();
             }
-            // SAFETY: INV-12 the library returns text that ends with a zero and lives until its next call on this thread.
+            // SAFETY: the library returns text that ends with a zero and lives until its next call on this thread.
             let text = unsafe { CStr::from_ptr(text) };
             text.to_string_lossy().trim().to_string()
         };
         let mut text = code.name().to_string();
         if let Some(f) = self.functions.get_error_string {
-            // SAFETY: INV-12 any number may be asked for.
+            // SAFETY: any number may be asked for.
             let theirs = read(unsafe { f(code) });
             if !theirs.is_empty() && !theirs.to_ascii_lowercase().contains("unknown") {
                 text = theirs;
             }
         }
         if let Some(f) = self.functions.get_last_error {
-            // SAFETY: INV-12 null or a live communicator.
+            // SAFETY: null or a live communicator.
             let last = read(unsafe { f(comm) });
             if !last.is_empty() && !last.eq_ignore_ascii_case("no error") {
                 text = format!("{text}: {last}");
@@ -266,7 +266,7 @@ impl Library {
 
 /// Opens a library whose symbols the plugins may use, and never closes it.
 fn open_for_good(file: &Path) -> Result<ManuallyDrop<dl::Library>, OpenError> {
-    // SAFETY: INV-12 oneCCL's initialisers ask nothing of the caller.
+    // SAFETY: oneCCL's initialisers ask nothing of the caller.
     let opened = unsafe { dl::Library::open(Some(file), dl::RTLD_NOW | dl::RTLD_GLOBAL) };
     opened.map(ManuallyDrop::new).map_err(|e| OpenError::NotLoadable {
         library: file.display().to_string(),

@@ -25,7 +25,7 @@ fn redirect() -> bool {
         static stderr: *mut c_void;
         fn fflush(stream: *mut c_void) -> c_int;
     }
-    // SAFETY: INV-12 both are valid streams for as long as the process lives, and a pointer-sized aligned store is seen
+    // SAFETY: both are valid streams for as long as the process lives, and a pointer-sized aligned store is seen
     // whole by other threads; what they had buffered is written out first.
     unsafe {
         fflush(stdout);

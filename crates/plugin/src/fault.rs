@@ -154,7 +154,7 @@ pub(crate) unsafe fn answer(result: Result<(), Error>, fault: *mut Fault) -> i32
         Ok(()) => OK,
         Err(error) => {
             // A caller without a (sound) fault is told by the return value alone.
-            // SAFETY: INV-10 by the contract; `write` checks null, alignment and size.
+            // SAFETY: by the contract; `write` checks null, alignment and size.
             drop(unsafe { abi::write(fault, &encode(&error)) });
             FAILED
         }
@@ -166,7 +166,7 @@ pub(crate) fn check(status: i32, fault: &Fault, who: &str) -> Result<(), Error> 
     if status == OK {
         return Ok(());
     }
-    // SAFETY: INV-10 our own struct: `read` only takes what its size says, which the callee may have changed.
+    // SAFETY: our own struct: `read` only takes what its size says, which the callee may have changed.
     match unsafe { abi::read(&raw const *fault) } {
         Ok(fault) => Err(decode(&fault, who)),
         Err(text) => Err(Error::new(

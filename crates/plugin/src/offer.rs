@@ -41,7 +41,7 @@ pub(crate) unsafe fn tell(capabilities: &Capabilities, ctx: *mut c_void, reply: 
     c.device_count = devices.len() as u64;
     c.notes = notes.as_ptr();
     c.note_count = notes.len() as u64;
-    // SAFETY: INV-8 all lists live until the call returns.
+    // SAFETY: all lists live until the call returns.
     unsafe { reply(ctx, &raw const c) }
 }
 
@@ -50,16 +50,16 @@ pub(crate) unsafe fn tell(capabilities: &Capabilities, ctx: *mut c_void, reply: 
 /// # Safety
 /// The other side keeps to the ABI: lists and texts are readable for the call.
 pub(crate) unsafe fn read(from: *const abi::Capabilities) -> Result<Capabilities, String> {
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let c = unsafe { abi::read(from) }?;
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let sets = unsafe { text::list(c.reduces, u64::from(c.reduce_count), "reductions") }?;
     let mut reduces = [DTypeSet::NONE; ReduceOp::COUNT];
     for (to, from) in reduces.iter_mut().zip(sets) {
         *to = DTypeSet::from_bits_truncate(*from);
     }
     let owned = |list: Vec<String>| list.into_iter().map(Cow::Owned).collect();
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let (options, devices, notes) = unsafe {
         (
             text::texts(c.options, c.option_count, "options")?,
@@ -131,15 +131,15 @@ pub(crate) fn with_options<R>(options: &GroupOptions, call: impl FnOnce(*const a
 /// # Safety
 /// The other side keeps to the ABI: lists and texts are readable for the call.
 pub(crate) unsafe fn read_options(from: *const abi::GroupOptions) -> Result<GroupOptions, String> {
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let c = unsafe { abi::read(from) }?;
     let has = |bit: u32| c.set & bit != 0;
     if c.set > 2 * abi::OPTION_TRAFFIC_CLASS - 1 {
         return Err(format!("options {:#x} that this build does not know", c.set));
     }
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let hints = unsafe { text::pairs(c.hints, c.hint_count, "hints") }?;
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let net_name = unsafe { text::read(c.net_name) }?;
     Ok(GroupOptions {
         timeout: Duration::from_millis(u64::try_from(c.timeout_ms).unwrap_or(0)),
@@ -178,13 +178,13 @@ mod tests {
             lenient: true,
         };
         for o in [options, GroupOptions::default()] {
-            // SAFETY: INV-8 made by `with_options`, valid inside the closure.
+            // SAFETY: made by `with_options`, valid inside the closure.
             let back = with_options(&o, |c| unsafe { read_options(c) }).unwrap();
             assert_eq!(back, o);
         }
         let mut unknown = abi::GroupOptions::empty();
         unknown.set = 256;
-        // SAFETY: INV-8 our own struct.
+        // SAFETY: our own struct.
         assert!(unsafe { read_options(&unknown) }.unwrap_err().contains("0x100"));
     }
 
@@ -205,7 +205,7 @@ mod tests {
         };
         struct Got(Option<Result<Capabilities, String>>, u32);
         unsafe extern "C" fn take(ctx: *mut c_void, c: *const abi::Capabilities) {
-            // SAFETY: INV-8 the test's own Got and a struct valid for the call.
+            // SAFETY: the test's own Got and a struct valid for the call.
             unsafe {
                 let got = &mut *ctx.cast::<Got>();
                 let mut c = *c;
@@ -217,7 +217,7 @@ mod tests {
         }
         for unknown in [0, 1 << 31] {
             let mut got = Got(None, unknown);
-            // SAFETY: INV-8 `take` fits `got`, which lives until here.
+            // SAFETY: `take` fits `got`, which lives until here.
             unsafe { tell(&all, (&raw mut got).cast(), Some(take)) };
             assert_eq!(got.0.unwrap().unwrap(), all);
         }

@@ -37,7 +37,7 @@ pub(crate) unsafe fn borrow<'a>(text: Str) -> Result<&'a str, String> {
     if text.ptr.is_null() || text.len > LONGEST {
         return Err(format!("a text of {} bytes at {:p}", text.len, text.ptr));
     }
-    // SAFETY: INV-10 readable by the contract; the length is at most a mebibyte.
+    // SAFETY: readable by the contract; the length is at most a mebibyte.
     let bytes = unsafe { std::slice::from_raw_parts(text.ptr.cast::<u8>(), text.len as usize) };
     std::str::from_utf8(bytes).map_err(|e| format!("a text that is not UTF-8: {e}"))
 }
@@ -47,7 +47,7 @@ pub(crate) unsafe fn borrow<'a>(text: Str) -> Result<&'a str, String> {
 /// # Safety
 /// As [`borrow`], for the call.
 pub(crate) unsafe fn read(text: Str) -> Result<String, String> {
-    // SAFETY: INV-10 by the contract; copied at once.
+    // SAFETY: by the contract; copied at once.
     unsafe { borrow(text) }.map(str::to_string)
 }
 
@@ -62,7 +62,7 @@ pub(crate) unsafe fn read_bytes<'a>(bytes: Bytes) -> Result<&'a [u8], String> {
     if bytes.ptr.is_null() || bytes.len > LARGEST_VALUE {
         return Err(format!("{} bytes at {:p}", bytes.len, bytes.ptr));
     }
-    // SAFETY: INV-10 readable by the contract.
+    // SAFETY: readable by the contract.
     Ok(unsafe { std::slice::from_raw_parts(bytes.ptr.cast::<u8>(), bytes.len as usize) })
 }
 
@@ -76,7 +76,7 @@ pub(crate) unsafe fn read_any<'a>(bytes: Bytes) -> Result<&'a [u8], String> {
     }
     match usize::try_from(bytes.len) {
         Ok(len) if !bytes.ptr.is_null() && isize::try_from(len).is_ok() => {
-            // SAFETY: INV-10 readable by the contract, and no object is larger than isize::MAX.
+            // SAFETY: readable by the contract, and no object is larger than isize::MAX.
             Ok(unsafe { std::slice::from_raw_parts(bytes.ptr.cast::<u8>(), len) })
         }
         _ => Err(format!("{} bytes at {:p}", bytes.len, bytes.ptr)),
@@ -93,7 +93,7 @@ pub(crate) unsafe fn writable<'a>(to: *mut c_void, len: u64) -> Result<&'a mut [
     }
     match usize::try_from(len) {
         Ok(n) if !to.is_null() && isize::try_from(n).is_ok() => {
-            // SAFETY: INV-10 writable by the contract, and no object is larger than isize::MAX.
+            // SAFETY: writable by the contract, and no object is larger than isize::MAX.
             Ok(unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), n) })
         }
         _ => Err(format!("{len} bytes at {to:p}")),
@@ -111,7 +111,7 @@ pub(crate) unsafe fn list<'a, T>(list: *const T, count: u64, what: &str) -> Resu
     if list.is_null() || !list.is_aligned() || count > MOST {
         return Err(format!("a list of {count} {what} at {list:p}"));
     }
-    // SAFETY: INV-10 readable by the contract; the count is at most 4096.
+    // SAFETY: readable by the contract; the count is at most 4096.
     Ok(unsafe { std::slice::from_raw_parts(list, count as usize) })
 }
 
@@ -120,9 +120,9 @@ pub(crate) unsafe fn list<'a, T>(list: *const T, count: u64, what: &str) -> Resu
 /// # Safety
 /// As [`list`] and [`read`].
 pub(crate) unsafe fn texts(first: *const Str, count: u64, what: &str) -> Result<Vec<String>, String> {
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let texts = unsafe { list(first, count, what) }?;
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     texts.iter().map(|t| unsafe { read(*t) }).collect()
 }
 
@@ -135,11 +135,11 @@ pub(crate) unsafe fn pairs(
     count: u64,
     what: &str,
 ) -> Result<Vec<(String, String)>, String> {
-    // SAFETY: INV-10 same contract.
+    // SAFETY: same contract.
     let notes = unsafe { list(first, count, what) }?;
     notes
         .iter()
-        // SAFETY: INV-10 same contract.
+        // SAFETY: same contract.
         .map(|n| unsafe { Ok((read(n.subject)?, read(n.text)?)) })
         .collect()
 }
@@ -156,11 +156,11 @@ impl Collected {
     /// Valid while `self` is not moved.
     pub(crate) fn sink(&mut self) -> Sink {
         unsafe extern "C" fn write(ctx: *mut c_void, bytes: Bytes) {
-            // SAFETY: INV-8 `ctx` is the Collected of the call that is running, on its thread.
+            // SAFETY: `ctx` is the Collected of the call that is running, on its thread.
             let Some(this) = (unsafe { ctx.cast::<Collected>().as_mut() }) else {
                 return;
             };
-            // SAFETY: INV-10 the callee keeps to the ABI: readable for the call.
+            // SAFETY: the callee keeps to the ABI: readable for the call.
             match unsafe { read_bytes(bytes) } {
                 Ok(b) if this.values.len() < MOST as usize * 16 => this.values.push(b.to_vec()),
                 Ok(_) => this.refused = Some("an answer of too many values".to_string()),
@@ -197,7 +197,7 @@ impl Collected {
 /// `sink` is the sink of the call that is running.
 pub(crate) unsafe fn give(sink: &Sink, bytes: &[u8]) {
     if let Some(write) = sink.write {
-        // SAFETY: INV-8 the caller keeps its sink alive for the call.
+        // SAFETY: the caller keeps its sink alive for the call.
         unsafe { write(sink.ctx, lend_bytes(bytes)) }
     }
 }

@@ -161,7 +161,7 @@ fn main() -> ExitCode {
 fn gloo() -> std::result::Result<Vec<Trial>, String> {
     let path = build::rust_plugin("gloo-plugin")?;
     oxccl_plugin::load(&path).map_err(|e| e.to_string())?;
-    // SAFETY: INV-12 the only thread so far; the ranks inherit it.
+    // SAFETY: the only thread so far; the ranks inherit it.
     unsafe { std::env::set_var(LIBRARY, &path) };
     let on: MakeOn = Arc::new(|_, options| make(options));
     let threads = Threads::new(Device::CPU, on.clone()).map_err(|e| e.to_string())?;

@@ -57,7 +57,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    // SAFETY: INV-12 the only thread so far; the children inherit it.
+    // SAFETY: the only thread so far; the children inherit it.
     unsafe { std::env::set_var(oxccl_plugin::ENV_PATH, &library) };
     let mut trials: Vec<Trial> = FAULTS
         .iter()

@@ -28,17 +28,17 @@ fn upload(values: &[f32]) -> Tensor {
     let mut memory = values.to_vec();
     let ptr = NonNull::new(memory.as_mut_ptr().cast()).unwrap();
     let shape = [values.len()];
-    // SAFETY: INV-8 the vector lives in the owner and is reached through the tensor only.
+    // SAFETY: the vector lives in the owner and is reached through the tensor only.
     unsafe { Tensor::from_raw(ptr, DType::F32, &shape, None, device(), Box::new(memory)) }.unwrap()
 }
 
 fn view(tensor: &Tensor) -> &[f32] {
-    // SAFETY: INV-8 made by `upload`: that many floats of host memory, alive as long as the tensor.
+    // SAFETY: made by `upload`: that many floats of host memory, alive as long as the tensor.
     unsafe { std::slice::from_raw_parts(tensor.as_ptr().cast(), tensor.count()) }
 }
 
 fn view_mut(tensor: &mut Tensor) -> &mut [f32] {
-    // SAFETY: INV-8 as above; the borrow is the only access.
+    // SAFETY: as above; the borrow is the only access.
     unsafe { std::slice::from_raw_parts_mut(tensor.as_mut_ptr().cast(), tensor.count()) }
 }
 

@@ -28,7 +28,7 @@ fn set_if_absent(name: &str, value: &Path) -> bool {
     if std::env::var_os(name).is_some() {
         return false;
     }
-    // SAFETY: INV-12 Rust's own readers and writers share a lock; C code that reads the environment in another thread at
+    // SAFETY: Rust's own readers and writers share a lock; C code that reads the environment in another thread at
     // this moment is what the module's documentation warns of.
     unsafe { std::env::set_var(name, value) };
     true
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn a_value_of_the_user_stays_and_a_runtime_that_is_not_there_is_not_named() {
-        // SAFETY: INV-12 a name that nothing else reads.
+        // SAFETY: a name that nothing else reads.
         unsafe { std::env::set_var("OXCCL_TEST_ICD", "mine") };
         assert!(!set_if_absent("OXCCL_TEST_ICD", Path::new("theirs")));
         assert_eq!(std::env::var("OXCCL_TEST_ICD").unwrap(), "mine");

@@ -60,7 +60,7 @@ macro_rules! functions {
             unsafe fn look_up(library: &dl::Library, file: &str) -> Result<Self, OpenError> {
                 Ok(Self {
                     $($r: {
-                        // SAFETY: INV-12 the type is the C API's for that name.
+                        // SAFETY: the type is the C API's for that name.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($rarg),*) $(-> $rret)?>($rname) };
                         *symbol.map_err(|_| OpenError::SymbolMissing {
                             library: file.to_string(),
@@ -68,7 +68,7 @@ macro_rules! functions {
                         })?
                     },)*
                     $($o: {
-                        // SAFETY: INV-12 the type is the C API's for that name.
+                        // SAFETY: the type is the C API's for that name.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($oarg),*) $(-> $oret)?>($oname) };
                         symbol.ok().map(|s| *s)
                     },)*
@@ -180,9 +180,9 @@ impl Library {
             e => e,
         })?;
         let name = file.display().to_string();
-        // SAFETY: INV-12 a library of this name is dpctl's C API.
+        // SAFETY: a library of this name is dpctl's C API.
         let functions = unsafe { Functions::look_up(&library, &name)? };
-        // SAFETY: INV-12 takes nothing, and gives a new string away.
+        // SAFETY: takes nothing, and gives a new string away.
         let version = functions.version.map(|f| unsafe { text(&functions, f()) });
         Ok(Self {
             functions,
@@ -196,7 +196,7 @@ impl Library {
     /// # Safety
     /// `string` is null or came from a function of this library that gives strings away, and was not taken before.
     pub unsafe fn take_string(&self, string: *const c_char) -> String {
-        // SAFETY: INV-12 the caller's promise.
+        // SAFETY: the caller's promise.
         unsafe { text(&self.functions, string) }
     }
 }
@@ -207,7 +207,7 @@ unsafe fn text(functions: &Functions, string: *const c_char) -> String {
     if string.is_null() {
         return String::new();
     }
-    // SAFETY: INV-12 dpctl's strings end with a zero and belong to the caller (see `take_string`).
+    // SAFETY: dpctl's strings end with a zero and belong to the caller (see `take_string`).
     unsafe {
         let text = CStr::from_ptr(string).to_string_lossy().trim().to_string();
         (functions.string_delete)(string);
@@ -217,7 +217,7 @@ unsafe fn text(functions: &Functions, string: *const c_char) -> String {
 
 /// Opens a library whose symbols others may use, and never closes it.
 fn open_for_good(file: &Path) -> Result<ManuallyDrop<dl::Library>, OpenError> {
-    // SAFETY: INV-12 the initialisers of the SYCL runtime ask nothing of the caller.
+    // SAFETY: the initialisers of the SYCL runtime ask nothing of the caller.
     let opened = unsafe { dl::Library::open(Some(file), dl::RTLD_NOW | dl::RTLD_GLOBAL) };
     opened.map(ManuallyDrop::new).map_err(|e| OpenError::NotLoadable {
         library: file.display().to_string(),

@@ -22,9 +22,9 @@ pub(crate) struct View {
     internal: *mut c_void,
 }
 
-// SAFETY: INV-8 a view is only read (its fields never change), and given back by an attached thread.
+// SAFETY: a view is only read (its fields never change), and given back by an attached thread.
 unsafe impl Send for View {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for View {}
 
 /// With format, shape and strides; read-only memory too.
@@ -38,16 +38,16 @@ unsafe extern "C" {
 
 /// True if `object` knows the buffer protocol.
 pub(crate) fn is_offered(object: &Bound<'_, PyAny>) -> bool {
-    // SAFETY: INV-12 a live object, and this thread is attached.
+    // SAFETY: a live object, and this thread is attached.
     unsafe { PyObject_CheckBuffer(object.as_ptr()) != 0 }
 }
 
 impl View {
     /// Asks `object` for its memory, which it keeps (and keeps in place) until [`release`](Self::release).
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Box<Self>> {
-        // SAFETY: INV-12 all-zero bytes are null pointers and zeros.
+        // SAFETY: all-zero bytes are null pointers and zeros.
         let mut view: Box<Self> = Box::new(unsafe { std::mem::zeroed() });
-        // SAFETY: INV-12 a live object and a structure of the right layout; this thread is attached.
+        // SAFETY: a live object and a structure of the right layout; this thread is attached.
         if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut *view, RECORDS_RO) } != 0 {
             return Err(PyErr::fetch(object.py()));
         }
@@ -60,7 +60,7 @@ impl View {
         reason = "the view stays where it was filled: its pointers may lead into it"
     )]
     pub(crate) fn release(mut self: Box<Self>) {
-        // SAFETY: INV-8 filled by PyObject_GetBuffer and given back once, here: it takes the box.
+        // SAFETY: filled by PyObject_GetBuffer and given back once, here: it takes the box.
         unsafe { PyBuffer_Release(&raw mut *self) };
     }
 
@@ -86,7 +86,7 @@ impl View {
         if at.is_null() || n == 0 {
             return Vec::new();
         }
-        // SAFETY: INV-8 the protocol: `ndim` numbers that live as long as the view.
+        // SAFETY: the protocol: `ndim` numbers that live as long as the view.
         unsafe { std::slice::from_raw_parts(at, n) }.to_vec()
     }
 
@@ -104,7 +104,7 @@ impl View {
         let format = if self.format.is_null() {
             "B"
         } else {
-            // SAFETY: INV-8 the protocol: a text that ends in zero and lives as long as the view.
+            // SAFETY: the protocol: a text that ends in zero and lives as long as the view.
             unsafe { CStr::from_ptr(self.format) }.to_str().unwrap_or("?")
         };
         dtype_of(format, self.item_size()).ok_or_else(|| format.to_owned())

@@ -57,9 +57,9 @@ pub(crate) enum Managed {
     Versioned(NonNull<Versioned>),
 }
 
-// SAFETY: INV-8 what it points to is only read until it is given back by an attached thread.
+// SAFETY: what it points to is only read until it is given back by an attached thread.
 unsafe impl Send for Managed {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Managed {}
 
 impl Managed {
@@ -69,7 +69,7 @@ impl Managed {
     pub(crate) fn of(capsule: &Bound<'_, PyAny>) -> Result<Self, String> {
         let at = capsule.as_ptr();
         let take = |name: &CStr, used: &CStr| {
-            // SAFETY: INV-12 a live object on an attached thread; the name is checked first, and the new one lives for ever.
+            // SAFETY: a live object on an attached thread; the name is checked first, and the new one lives for ever.
             unsafe {
                 if ffi::PyCapsule_IsValid(at, name.as_ptr()) == 0 {
                     return None;
@@ -81,7 +81,7 @@ impl Managed {
         };
         if let Some(pointer) = take(VERSIONED, USED_VERSIONED) {
             let pointer = pointer.cast::<Versioned>();
-            // SAFETY: INV-8 the protocol: a capsule of this name holds such a structure.
+            // SAFETY: the protocol: a capsule of this name holds such a structure.
             let major = unsafe { pointer.as_ref() }.major;
             let managed = Self::Versioned(pointer);
             if major != 1 {
@@ -96,7 +96,7 @@ impl Managed {
     }
 
     fn tensor(&self) -> &DlTensor {
-        // SAFETY: INV-8 the protocol: valid until its deleter is called, which `release` does.
+        // SAFETY: the protocol: valid until its deleter is called, which `release` does.
         unsafe {
             match self {
                 Self::Plain(at) => &(*at.as_ptr()).tensor,
@@ -108,14 +108,14 @@ impl Managed {
     pub(crate) fn is_read_only(&self) -> bool {
         match self {
             Self::Plain(_) => false,
-            // SAFETY: INV-8 as in `tensor`.
+            // SAFETY: as in `tensor`.
             Self::Versioned(at) => unsafe { (*at.as_ptr()).flags & READ_ONLY != 0 },
         }
     }
 
     /// Gives the tensor back. Only on an attached thread.
     pub(crate) fn release(self) {
-        // SAFETY: INV-8 taken over once, and given back once, here: it takes self.
+        // SAFETY: taken over once, and given back once, here: it takes self.
         unsafe {
             match self {
                 Self::Plain(at) => {
@@ -153,7 +153,7 @@ impl Managed {
         if at.is_null() || n == 0 {
             return Vec::new();
         }
-        // SAFETY: INV-8 the protocol: `ndim` numbers that live as long as the tensor.
+        // SAFETY: the protocol: `ndim` numbers that live as long as the tensor.
         let numbers = unsafe { std::slice::from_raw_parts(at, n) };
         numbers
             .iter()

@@ -11,7 +11,7 @@ extern "C" fn in_child() {
 /// Begins to count. Once per process; the count goes on in its children.
 pub(crate) fn watch() {
     static ONCE: std::sync::Once = std::sync::Once::new();
-    // SAFETY: INV-12 the handler is a function of this library, which an interpreter never unloads, and only counts.
+    // SAFETY: the handler is a function of this library, which an interpreter never unloads, and only counts.
     ONCE.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });

@@ -49,7 +49,7 @@ impl Drop for Holder {
             QUEUE.lock().unwrap_or_else(PoisonError::into_inner).push(lent);
             if !WAITING.swap(true, Ordering::AcqRel) {
                 // If the interpreter's list is full, the next call of ours does it.
-                // SAFETY: INV-12 may be called from any thread, attached or not, while there is an interpreter.
+                // SAFETY: may be called from any thread, attached or not, while there is an interpreter.
                 unsafe { pyo3::ffi::Py_AddPendingCall(Some(on_pending), std::ptr::null_mut()) };
             }
         }

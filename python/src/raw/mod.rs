@@ -18,13 +18,13 @@ pub(crate) fn foreign_tensor(
     device: Device,
     holder: holder::Holder,
 ) -> Result<Tensor> {
-    // SAFETY: INV-8 the lender's promise: that many elements, valid while the holder lives. That nobody else writes meanwhile is the user's to keep,
+    // SAFETY: the lender's promise: that many elements, valid while the holder lives. That nobody else writes meanwhile is the user's to keep,
     // as with every other asynchronous operation on such memory; what is read then is undefined numbers, never other memory.
     unsafe { Tensor::from_raw(address, dtype, &[count], None, device, Box::new(holder)) }
 }
 
 /// True on the thread that the process began with.
 pub(crate) fn is_main_thread() -> bool {
-    // SAFETY: INV-12 both only tell numbers.
+    // SAFETY: both only tell numbers.
     unsafe { libc::gettid() == libc::getpid() }
 }

@@ -18,7 +18,7 @@ extern "C" fn on_interrupt(signal: c_int) {
     SIGNALLED.store(CALL.load(Ordering::SeqCst), Ordering::SeqCst);
     let next = NEXT.load(Ordering::SeqCst);
     if next != 0 {
-        // SAFETY: INV-12 `chain` stored a handler that takes the number alone, as the interpreter's does.
+        // SAFETY: `chain` stored a handler that takes the number alone, as the interpreter's does.
         let next: extern "C" fn(c_int) = unsafe { std::mem::transmute(next) };
         next(signal);
     }
@@ -27,7 +27,7 @@ extern "C" fn on_interrupt(signal: c_int) {
 /// Puts ours in front of the present handler, unless it is there, or there is none to pass the signal on to.
 pub(crate) fn chain() {
     let ours = on_interrupt as extern "C" fn(c_int) as sighandler_t;
-    // SAFETY: INV-12 both calls are given structures of the right type, and ours only touches atomics before it passes the signal on.
+    // SAFETY: both calls are given structures of the right type, and ours only touches atomics before it passes the signal on.
     unsafe {
         let mut present: libc::sigaction = std::mem::zeroed();
         if libc::sigaction(SIGINT, std::ptr::null(), &raw mut present) != 0

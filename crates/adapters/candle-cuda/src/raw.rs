@@ -20,7 +20,7 @@ pub(crate) fn index_of(device: &CudaDevice) -> Result<u32> {
 pub(crate) fn stream(device: &CudaDevice) -> Result<Arc<dyn Stream>> {
     let stream = device.cuda_stream();
     let (index, handle) = (index_of(device)?, stream.cu_stream() as usize);
-    // SAFETY: INV-8 candle's stream lies in the primary context of its device, and the owner keeps it.
+    // SAFETY: candle's stream lies in the primary context of its device, and the owner keeps it.
     unsafe { CudaAccelerator.stream_from_handle(index, handle, Box::new(stream)) }
 }
 
@@ -60,7 +60,7 @@ pub(crate) fn tensor(
 ) -> Result<ftcore::Tensor> {
     let start = NonNull::new(address as *mut u8).ok_or_else(|| failed("the tensor has no memory"))?;
     let device = Device::new(DeviceKind::Cuda, index);
-    // SAFETY: INV-8 the candle tensor keeps its storage for as long as the owner lives; the caller checked that the elements lie within;
+    // SAFETY: the candle tensor keeps its storage for as long as the owner lives; the caller checked that the elements lie within;
     // the driver aligns allocations, and candle's offsets are whole elements. Whatever else works on the memory does so on candle's
     // stream, after which the group orders itself and which is ordered after the group (`submit`).
     unsafe { ftcore::Tensor::from_raw(start, dtype, shape, None, device, Box::new(owner)) }

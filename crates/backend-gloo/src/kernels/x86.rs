@@ -18,7 +18,7 @@ impl Avx2 {
 
     /// As `to.copy_from_slice(from)` (the shorter length counts), but past the caches. Waits for the stores.
     pub(super) fn stream(self, to: &mut [u8], from: &[u8]) {
-        // SAFETY: INV-8 (structural) `self` proves that the machine has AVX2.
+        // SAFETY: `self` proves that the machine has AVX2.
         unsafe { stream(to, from) }
     }
 }
@@ -47,7 +47,7 @@ macro_rules! loops {
                 fn wide<F: Fold, U: Number<N>, const N: usize>(operands: Operands<'_>) {
                     fold_all::<F, U, N>(operands);
                 }
-                // SAFETY: INV-8 (structural) `self` proves that the machine has these features.
+                // SAFETY: `self` proves that the machine has these features.
                 unsafe { wide::<F, U, N>(operands) }
             }
             fn fold_f16<F: Fold>(self, operands: Operands<'_>) {
@@ -58,7 +58,7 @@ macro_rules! loops {
                 fn wide<F: ByteFold>(operands: Operands<'_>) {
                     fold_bytes::<F>(operands);
                 }
-                // SAFETY: INV-8 (structural) `self` proves that the machine has these features.
+                // SAFETY: `self` proves that the machine has these features.
                 unsafe { wide::<F>(operands) }
             }
             fn map<M: Map, U: Number<N>, const N: usize>(self, map: M, data: &mut [u8]) {
@@ -66,7 +66,7 @@ macro_rules! loops {
                 fn wide<M: Map, U: Number<N>, const N: usize>(map: M, data: &mut [u8]) {
                     map_all::<M, U, N>(map, data);
                 }
-                // SAFETY: INV-8 (structural) `self` proves that the machine has these features.
+                // SAFETY: `self` proves that the machine has these features.
                 unsafe { wide::<M, U, N>(map, data) }
             }
             fn map_f16<M: Map>(self, map: M, data: &mut [u8]) {
@@ -86,7 +86,7 @@ struct F16x8(__m256);
 #[derive(Clone, Copy)]
 struct F16x16(__m512);
 
-// SAFETY (all blocks of this impl): INV-8 (structural) the unit is private and appears only in the loops of `Avx2`, whose value
+// SAFETY (all blocks of this impl): the unit is private and appears only in the loops of `Avx2`, whose value
 // proves that the machine has AVX2 and F16C; loads and stores are of 16 bytes that the array has.
 impl Number<16> for F16x8 {
     #[inline(always)]
@@ -150,7 +150,7 @@ fn pick8<const COMPARE: i32>(a: __m256, b: __m256, equal: __m256) -> __m256 {
     _mm256_blendv_ps(_mm256_blendv_ps(b, equal, ties), a, wins)
 }
 
-// SAFETY (all blocks of this impl): INV-8 (structural) the unit is private and appears only in the loops of `Avx512`, whose
+// SAFETY (all blocks of this impl): the unit is private and appears only in the loops of `Avx512`, whose
 // value proves that the machine has AVX-512 F, BW, DQ and VL; loads and stores are of 32 bytes that the array has.
 impl Number<32> for F16x16 {
     #[inline(always)]
@@ -218,7 +218,7 @@ const LINE: usize = 64;
 #[inline(always)]
 fn stream_line(to: &mut [u8; LINE], line: &[u8; LINE]) {
     let (to, line) = (to.as_mut_ptr().cast::<__m256i>(), line.as_ptr().cast::<__m256i>());
-    // SAFETY: INV-8 both point to 64 bytes, and `to` is aligned (`stream` begins at a line); only functions for machines
+    // SAFETY: both point to 64 bytes, and `to` is aligned (`stream` begins at a line); only functions for machines
     // with AVX2 call this.
     unsafe {
         _mm256_stream_si256(to, _mm256_loadu_si256(line));

@@ -25,9 +25,9 @@ use table::Table;
 
 /// Page-locked host memory that is never freed: a few kilobytes per device, for results that the host reads.
 pub(crate) struct Pinned(NonNull<i32>, usize);
-// SAFETY: INV-8 plain memory; slots are handed out to one owner at a time (see `slots`).
+// SAFETY: plain memory; slots are handed out to one owner at a time (see `slots`).
 unsafe impl Send for Pinned {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -36,7 +36,7 @@ impl Pinned {
         if index >= self.1 {
             return 0;
         }
-        // SAFETY: INV-8 within the allocation; written by the device only before the event that the reader waited for.
+        // SAFETY: within the allocation; written by the device only before the event that the reader waited for.
         unsafe { ptr::read_volatile(self.0.as_ptr().add(index)) }
     }
 }
@@ -68,7 +68,7 @@ impl Driver {
     /// Opens `path` and initialises the driver. `Unsupported` says what is missing.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let shown = path.display().to_string();
-        // SAFETY: INV-12 loading runs the driver's initialisers; the path is the user's own choice or the system's.
+        // SAFETY: loading runs the driver's initialisers; the path is the user's own choice or the system's.
         let library = unsafe { libloading::Library::new(path) }
             .map_err(|e| Error::unsupported(format!("the CUDA driver was not found: {shown}: {e}")))?;
         let table = Table::load(&library);
@@ -84,10 +84,10 @@ impl Driver {
             version: 0,
             path: shown,
         };
-        // SAFETY: INV-12 takes flags that must be 0.
+        // SAFETY: takes flags that must be 0.
         driver.check("cuInit", unsafe { (driver.table.init)(0) })?;
         let mut version = 0;
-        // SAFETY: INV-12 writes one int.
+        // SAFETY: writes one int into the variable that this call borrows.
         driver.check("cuDriverGetVersion", unsafe {
             (driver.table.driver_version)(&raw mut version)
         })?;
@@ -110,10 +110,10 @@ impl Driver {
             return Ok(());
         }
         let mut text: *const c_char = ptr::null();
-        // SAFETY: INV-12 writes one pointer to a static string, or null for an unknown code.
+        // SAFETY: writes one pointer to a static string, or null for an unknown code.
         let known = unsafe { (self.table.error_string)(code, &raw mut text) } == 0 && !text.is_null();
         let words = if known {
-            // SAFETY: INV-12 not null; static, ends with a zero.
+            // SAFETY: not null; static, ends with a zero.
             unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
         } else {
             "unknown error".to_string()
@@ -124,7 +124,7 @@ impl Driver {
     /// The number of devices.
     pub(crate) fn device_count(&self) -> Result<u32> {
         let mut n = 0;
-        // SAFETY: INV-12 writes one int.
+        // SAFETY: writes one int into the variable that this call borrows.
         self.check("cuDeviceGetCount", unsafe {
             (self.table.device_count)(&raw mut n)
         })?;
@@ -134,7 +134,7 @@ impl Driver {
     fn device(&self, index: u32) -> Result<c_int> {
         let mut device = 0;
         let index = c_int::try_from(index).unwrap_or(c_int::MAX);
-        // SAFETY: INV-12 writes one int.
+        // SAFETY: writes one int into the variable that this call borrows.
         self.check("cuDeviceGet", unsafe {
             (self.table.device_get)(&raw mut device, index)
         })?;
@@ -145,7 +145,7 @@ impl Driver {
     pub(crate) fn device_name(&self, index: u32) -> Result<String> {
         let mut name = [0u8; 256];
         let device = self.device(index)?;
-        // SAFETY: INV-12 writes at most 256 bytes, ending with a zero.
+        // SAFETY: writes at most 256 bytes, ending with a zero.
         let code = unsafe { (self.table.device_name)(name.as_mut_ptr().cast(), 256, device) };
         self.check("cuDeviceGetName", code)?;
         Ok(CStr::from_bytes_until_nul(&name)
@@ -157,7 +157,7 @@ impl Driver {
     pub(crate) fn attribute(&self, index: u32, attribute: Attribute) -> Result<i32> {
         let mut value = 0;
         let device = self.device(index)?;
-        // SAFETY: INV-12 writes one int.
+        // SAFETY: writes one int into the variable that this call borrows.
         let code = unsafe { (self.table.device_attribute)(&raw mut value, attribute as c_int, device) };
         self.check("cuDeviceGetAttribute", code)?;
         Ok(value)
@@ -167,7 +167,7 @@ impl Driver {
     pub(crate) fn context(&self, index: u32) -> Result<Context> {
         let mut context = ptr::null_mut();
         let device = self.device(index)?;
-        // SAFETY: INV-12 writes one handle.
+        // SAFETY: writes one handle into the variable that this call borrows.
         let code = unsafe { (self.table.context_retain)(&raw mut context, device) };
         self.check("cuDevicePrimaryCtxRetain", code)?;
         Ok(Context(context))
@@ -175,14 +175,14 @@ impl Driver {
 
     /// Makes `context` current on the calling thread.
     pub(crate) fn set_current(&self, context: Context) -> Result<()> {
-        // SAFETY: INV-12 contexts are never released.
+        // SAFETY: contexts are never released.
         self.check("cuCtxSetCurrent", unsafe { (self.table.context_set)(context.0) })
     }
 
     /// The calling thread's current context, if it has one.
     pub(crate) fn current(&self) -> Result<Option<Context>> {
         let mut context = ptr::null_mut();
-        // SAFETY: INV-12 writes one handle.
+        // SAFETY: writes one handle into the variable that this call borrows.
         self.check("cuCtxGetCurrent", unsafe {
             (self.table.context_get)(&raw mut context)
         })?;
@@ -192,7 +192,7 @@ impl Driver {
     /// The device of the calling thread's current context.
     pub(crate) fn current_device(&self) -> Result<u32> {
         let mut device = 0;
-        // SAFETY: INV-12 writes one int; fails without a current context.
+        // SAFETY: writes one int; fails without a current context.
         self.check("cuCtxGetDevice", unsafe {
             (self.table.context_device)(&raw mut device)
         })?;
@@ -201,19 +201,19 @@ impl Driver {
 
     /// Waits for everything in the current context, for as long as it takes.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        // SAFETY: INV-12 takes nothing; fails without a current context.
+        // SAFETY: takes nothing; fails without a current context.
         self.check("cuCtxSynchronize", unsafe { (self.table.context_synchronize)() })
     }
 
     /// A stream in the current context that does not order itself with the default stream.
     pub(crate) fn stream(&self, high_priority: bool) -> Result<StreamHandle> {
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: INV-12 writes two ints.
+        // SAFETY: writes two ints into the variable that this call borrows.
         let code = unsafe { (self.table.priority_range)(&raw mut least, &raw mut greatest) };
         self.check("cuCtxGetStreamPriorityRange", code)?;
         let priority = if high_priority { greatest } else { least };
         let mut stream = ptr::null_mut();
-        // SAFETY: INV-12 writes one handle.
+        // SAFETY: writes one handle into the variable that this call borrows.
         let code = unsafe { (self.table.stream_create)(&raw mut stream, STREAM_NON_BLOCKING, priority) };
         self.check("cuStreamCreateWithPriority", code)?;
         Ok(StreamHandle(stream))
@@ -221,13 +221,13 @@ impl Driver {
 
     /// Gives a stream up; what is queued on it still runs.
     pub(crate) fn destroy_stream(&self, stream: StreamHandle) {
-        // SAFETY: INV-8 made by `stream`, destroyed once, by its only owner. The default stream is refused by the driver.
+        // SAFETY: made by `stream`, destroyed once, by its only owner. The default stream is refused by the driver.
         let _ = unsafe { (self.table.stream_destroy)(stream.0) };
     }
 
     /// True if the stream is empty.
     pub(crate) fn stream_query(&self, stream: StreamHandle) -> Result<bool> {
-        // SAFETY: INV-8 the handle's owner is alive.
+        // SAFETY: the handle's owner is alive.
         self.ready("cuStreamQuery", unsafe { (self.table.stream_query)(stream.0) })
     }
 
@@ -240,7 +240,7 @@ impl Driver {
 
     /// Later work of `stream` waits for `event`.
     pub(crate) fn stream_wait(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
-        // SAFETY: INV-8 both owners are alive; the driver keeps what it needs of the event.
+        // SAFETY: both owners are alive; the driver keeps what it needs of the event.
         self.check("cuStreamWaitEvent", unsafe {
             (self.table.stream_wait)(stream.0, event.0, 0)
         })
@@ -249,7 +249,7 @@ impl Driver {
     /// An event without a clock.
     pub(crate) fn event(&self) -> Result<EventHandle> {
         let mut event = ptr::null_mut();
-        // SAFETY: INV-12 writes one handle.
+        // SAFETY: writes one handle into the variable that this call borrows.
         let code = unsafe { (self.table.event_create)(&raw mut event, EVENT_DISABLE_TIMING) };
         self.check("cuEventCreate", code)?;
         Ok(EventHandle(event))
@@ -259,11 +259,11 @@ impl Driver {
     pub(crate) fn shared_event(&self) -> Result<(EventHandle, IpcHandle)> {
         let mut event = ptr::null_mut();
         let flags = EVENT_DISABLE_TIMING | EVENT_INTERPROCESS;
-        // SAFETY: INV-12 writes one handle.
+        // SAFETY: writes one handle into the variable that this call borrows.
         let code = unsafe { (self.table.event_create)(&raw mut event, flags) };
         self.check("cuEventCreate", code)?;
         let mut handle = IpcHandle([0; 64]);
-        // SAFETY: INV-12 made above, for this; writes 64 bytes.
+        // SAFETY: made above, for this; writes 64 bytes.
         let code = unsafe { (self.table.ipc_export_event)(&raw mut handle, event) };
         match self.check("cuIpcGetEventHandle", code) {
             Ok(()) => Ok((EventHandle(event), handle)),
@@ -277,7 +277,7 @@ impl Driver {
     /// Another process's event. Never closed.
     pub(crate) fn import_event(&self, handle: IpcHandle) -> Result<EventHandle> {
         let mut event = ptr::null_mut();
-        // SAFETY: INV-12 the driver checks the handle; writes one handle.
+        // SAFETY: the driver checks the handle; writes one handle.
         let code = unsafe { (self.table.ipc_import_event)(&raw mut event, handle) };
         self.check("cuIpcOpenEventHandle", code)?;
         Ok(EventHandle(event))
@@ -286,7 +286,7 @@ impl Driver {
     /// Device memory that another process can open.
     pub(crate) fn alloc_shared(&self, bytes: usize) -> Result<Span> {
         let mut address = 0;
-        // SAFETY: INV-12 writes one address.
+        // SAFETY: writes one address into the variable that this call borrows.
         let code = unsafe { (self.table.alloc)(&raw mut address, bytes) };
         self.check("cuMemAlloc", code)?;
         Ok(Span { address, bytes })
@@ -295,7 +295,7 @@ impl Driver {
     /// The handle by which another process opens `span`, the whole of what `alloc_shared` made.
     pub(crate) fn export(&self, span: Span) -> Result<IpcHandle> {
         let mut handle = IpcHandle([0; 64]);
-        // SAFETY: INV-12 the block is alive (see Span); writes 64 bytes.
+        // SAFETY: the block is alive (see Span); writes 64 bytes.
         let code = unsafe { (self.table.ipc_export)(&raw mut handle, span.address) };
         self.check("cuIpcGetMemHandle", code)?;
         Ok(handle)
@@ -304,12 +304,12 @@ impl Driver {
     /// The memory of a handle, of which the other process says that it is `bytes` long.
     pub(crate) fn import(&self, handle: IpcHandle, bytes: usize) -> Result<Span> {
         let mut address = 0;
-        // SAFETY: INV-12 the driver checks the handle; writes one address.
+        // SAFETY: the driver checks the handle; writes one address.
         let code = unsafe { (self.table.ipc_import)(&raw mut address, handle, IPC_LAZY_PEER_ACCESS) };
         self.check("cuIpcOpenMemHandle", code)?;
         let span = Span { address, bytes };
         let (mut base, mut length) = (0, 0);
-        // SAFETY: INV-12 opened above; writes an address and a length.
+        // SAFETY: opened above; writes an address and a length.
         let code = unsafe { (self.table.address_range)(&raw mut base, &raw mut length, address) };
         let found = self.check("cuMemGetAddressRange", code);
         if found.is_ok() && base == address && length >= bytes {
@@ -325,10 +325,10 @@ impl Driver {
     /// Frees what `alloc_shared` made (`own`), or lets go of what `import` opened. Waits for the device.
     pub(crate) fn unshare(&self, span: Span, own: bool) -> Result<()> {
         if own {
-            // SAFETY: INV-8 made by `alloc_shared`, freed once by its only owner.
+            // SAFETY: made by `alloc_shared`, freed once by its only owner.
             return self.check("cuMemFree", unsafe { (self.table.free)(span.address) });
         }
-        // SAFETY: INV-8 opened by `import`, closed once by its only owner.
+        // SAFETY: opened by `import`, closed once by its only owner.
         self.check("cuIpcCloseMemHandle", unsafe {
             (self.table.ipc_close)(span.address)
         })
@@ -336,7 +336,7 @@ impl Driver {
 
     /// Marks the present end of `stream`.
     pub(crate) fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
-        // SAFETY: INV-8 both owners are alive.
+        // SAFETY: both owners are alive.
         self.check("cuEventRecord", unsafe {
             (self.table.event_record)(event.0, stream.0)
         })
@@ -344,20 +344,20 @@ impl Driver {
 
     /// True if the event was reached.
     pub(crate) fn event_query(&self, event: EventHandle) -> Result<bool> {
-        // SAFETY: INV-8 the handle's owner is alive.
+        // SAFETY: the handle's owner is alive.
         self.ready("cuEventQuery", unsafe { (self.table.event_query)(event.0) })
     }
 
     /// Frees an event that is no longer referred to.
     pub(crate) fn destroy_event(&self, event: EventHandle) {
-        // SAFETY: INV-8 made by `event`, destroyed once, by its only owner.
+        // SAFETY: made by `event`, destroyed once, by its only owner.
         let _ = unsafe { (self.table.event_destroy)(event.0) };
     }
 
     /// Device memory, usable by work that comes after this point of `stream`.
     pub(crate) fn alloc(&self, bytes: usize, stream: StreamHandle) -> Result<Span> {
         let mut address = 0;
-        // SAFETY: INV-12 writes one address.
+        // SAFETY: writes one address into the variable that this call borrows.
         let code = unsafe { (self.table.alloc_async)(&raw mut address, bytes.max(1), stream.0) };
         self.check("cuMemAllocAsync", code)?;
         Ok(Span { address, bytes })
@@ -365,7 +365,7 @@ impl Driver {
 
     /// Frees it after this point of `stream`.
     pub(crate) fn free(&self, span: Span, stream: StreamHandle) -> Result<()> {
-        // SAFETY: INV-8 made by `alloc` and freed once by its only owner, ordered after its last use.
+        // SAFETY: made by `alloc` and freed once by its only owner, ordered after its last use.
         self.check("cuMemFreeAsync", unsafe {
             (self.table.free_async)(span.address, stream.0)
         })
@@ -374,12 +374,12 @@ impl Driver {
     /// Page-locked host memory of `count` words.
     pub(crate) fn pinned(&self, count: usize) -> Result<Pinned> {
         let mut memory = ptr::null_mut();
-        // SAFETY: INV-12 writes one pointer.
+        // SAFETY: writes one pointer into the variable that this call borrows.
         let code = unsafe { (self.table.host_alloc)(&raw mut memory, count * size_of::<i32>(), 0) };
         self.check("cuMemHostAlloc", code)?;
         let memory =
             NonNull::new(memory.cast::<i32>()).ok_or_else(|| failed("cuMemHostAlloc", 0, "returned null"))?;
-        // SAFETY: INV-8 freshly allocated, `count` words.
+        // SAFETY: freshly allocated, `count` words.
         unsafe { ptr::write_bytes(memory.as_ptr(), 0, count) };
         Ok(Pinned(memory, count))
     }
@@ -387,7 +387,7 @@ impl Driver {
     /// True if the driver copies this host memory without staging it first.
     pub(crate) fn is_pinned(&self, memory: &[u8]) -> bool {
         let mut kind: c_uint = 0;
-        // SAFETY: INV-12 writes one word; fails for memory that the driver does not know.
+        // SAFETY: writes one word; fails for memory that the driver does not know.
         let code = unsafe {
             (self.table.pointer_attribute)(
                 (&raw mut kind).cast(),
@@ -401,7 +401,7 @@ impl Driver {
     /// Enqueues a copy from the host. Pageable memory is staged before this returns; pinned memory is read later.
     pub(crate) fn copy_in(&self, from: &[u8], to: Span, stream: StreamHandle) -> Result<()> {
         let bytes = from.len().min(to.bytes);
-        // SAFETY: INV-8 `to` is alive (see Span); the caller keeps pinned memory until the copy is done.
+        // SAFETY: `to` is alive (see Span); the caller keeps pinned memory until the copy is done.
         let code = unsafe { (self.table.copy_in)(to.address, from.as_ptr().cast(), bytes, stream.0) };
         self.check("cuMemcpyHtoDAsync", code)
     }
@@ -409,7 +409,7 @@ impl Driver {
     /// Enqueues a copy to the host; the caller does not let go of `to` before it is done.
     pub(crate) fn copy_out(&self, from: Span, to: &mut [u8], stream: StreamHandle) -> Result<()> {
         let bytes = to.len().min(from.bytes);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         let code = unsafe { (self.table.copy_out)(to.as_mut_ptr().cast(), from.address, bytes, stream.0) };
         self.check("cuMemcpyDtoHAsync", code)
     }
@@ -425,7 +425,7 @@ impl Driver {
         if index >= to.1 || from.bytes < size_of::<i32>() {
             return Err(Error::invalid("a slot outside its page"));
         }
-        // SAFETY: INV-8 within both allocations; pinned memory is never freed.
+        // SAFETY: within both allocations; pinned memory is never freed.
         let code = unsafe {
             (self.table.copy_out)(
                 to.0.as_ptr().add(index).cast(),
@@ -443,7 +443,7 @@ impl Driver {
             return Ok(());
         }
         let bytes = from.bytes.min(to.bytes);
-        // SAFETY: INV-8 both spans are alive (see Span).
+        // SAFETY: both spans are alive (see Span).
         self.check("cuMemcpyDtoDAsync", unsafe {
             (self.table.copy)(to.address, from.address, bytes, stream.0)
         })
@@ -457,7 +457,7 @@ impl Driver {
         }
         let (low, high) = (bits as u32, (bits >> 32) as u32);
         let t = &self.table;
-        // SAFETY: INV-8 `to` is alive (see Span) and has `count` values of `size` bytes.
+        // SAFETY: `to` is alive (see Span) and has `count` values of `size` bytes.
         let code = unsafe {
             match size {
                 1 => (t.set8)(to.address, bits as u8, count, stream.0),
@@ -477,7 +477,7 @@ impl Driver {
     /// Compiles PTX for the current context's device and finds its functions.
     pub(crate) fn functions(&self, ptx: &str, names: &[String]) -> Result<Vec<Function>> {
         let source = CString::new(ptx).map_err(|_| Error::invalid("PTX with a zero byte"))?;
-        // SAFETY: INV-12 a text that ends with a zero.
+        // SAFETY: a text that ends with a zero.
         unsafe { self.functions_of(source.as_ptr().cast(), names) }
     }
 
@@ -487,7 +487,7 @@ impl Driver {
     /// A whole image: a text that ends with a zero, or a file that says how long it is.
     unsafe fn functions_of(&self, image: *const c_void, names: &[String]) -> Result<Vec<Function>> {
         let mut module = ptr::null_mut();
-        // SAFETY: INV-12 the caller's promise; modules are never unloaded.
+        // SAFETY: the caller's promise; modules are never unloaded.
         let code = unsafe { (self.table.module_load)(&raw mut module, image) };
         self.check("cuModuleLoadData", code)?;
         names
@@ -496,7 +496,7 @@ impl Driver {
                 let name =
                     CString::new(name.as_str()).map_err(|_| Error::invalid("a name with a zero byte"))?;
                 let mut function = ptr::null_mut();
-                // SAFETY: INV-12 writes one handle.
+                // SAFETY: writes one handle into the variable that this call borrows.
                 let code = unsafe { (self.table.module_function)(&raw mut function, module, name.as_ptr()) };
                 self.check("cuModuleGetFunction", code)?;
                 Ok(Function(function))
@@ -517,7 +517,7 @@ impl Driver {
             .iter_mut()
             .map(|a| ptr::from_mut(a).cast::<c_void>())
             .collect();
-        // SAFETY: INV-8 the kernels' parameters are exactly these 64-bit words (see `kernels`), copied before the call returns;
+        // SAFETY: the kernels' parameters are exactly these 64-bit words (see `kernels`), copied before the call returns;
         // the spans behind the addresses are alive.
         let code = unsafe {
             (self.table.launch)(
@@ -548,7 +548,7 @@ pub(crate) fn tensor(
 ) -> Result<Tensor> {
     let pointer = NonNull::new(span.address as *mut u8)
         .ok_or_else(|| failed("cuMemAllocAsync", 0, "returned a null address"))?;
-    // SAFETY: INV-8 the owner frees the block when the tensor goes; the driver aligns allocations to 256 bytes; nothing else
+    // SAFETY: the owner frees the block when the tensor goes; the driver aligns allocations to 256 bytes; nothing else
     // has the address.
     unsafe { Tensor::from_raw(pointer, dtype, shape, None, device, owner) }
 }

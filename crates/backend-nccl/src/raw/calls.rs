@@ -23,7 +23,7 @@ macro_rules! calls {
                 #[allow(clippy::too_many_arguments, reason = "as many as the C function")]
                 pub(crate) fn $f(&self, $($a: $t,)* stream: StreamHandle) -> Result<()> {
                     let comm = self.0;
-                    // SAFETY: INV-8 the gate keeps the communicator over the group; the spans' owners live until the operation's
+                    // SAFETY: the gate keeps the communicator over the group; the spans' owners live until the operation's
                     // event is reached (see Span), and their lengths were computed from the same counts.
                     let result = unsafe { (comm.nccl.api().$api)($($c,)* comm.handle, stream.pointer()) };
                     comm.nccl.check($name, result)
@@ -68,7 +68,7 @@ impl Calls<'_> {
         stream: StreamHandle,
     ) -> Option<Result<()>> {
         let f = self.0.nccl.api().all_to_all?;
-        // SAFETY: INV-8 as for the calls above.
+        // SAFETY: as for the calls above.
         let result = unsafe {
             f(
                 from.pointer(),
@@ -93,7 +93,7 @@ impl Calls<'_> {
         stream: StreamHandle,
     ) -> Option<Result<()>> {
         let f = self.0.nccl.api().gather?;
-        // SAFETY: INV-8 as for the calls above; only the root's `to` is written.
+        // SAFETY: as for the calls above; only the root's `to` is written.
         let result = unsafe {
             f(
                 from.pointer(),
@@ -119,7 +119,7 @@ impl Calls<'_> {
         stream: StreamHandle,
     ) -> Option<Result<()>> {
         let f = self.0.nccl.api().scatter?;
-        // SAFETY: INV-8 as for the calls above; only the root's `from` is read.
+        // SAFETY: as for the calls above; only the root's `from` is read.
         let result = unsafe {
             f(
                 from.pointer(),

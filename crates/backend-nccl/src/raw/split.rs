@@ -55,7 +55,7 @@ impl Comm {
         };
         let call = self.nccl.api().comm_split;
         let result = self.nccl.with_config(wish, |config| {
-            // SAFETY: INV-12 the gate keeps the parent; the place outlives the library's use of it; the configuration lives over the
+            // SAFETY: the gate keeps the parent; the place outlives the library's use of it; the configuration lives over the
             // call, which copies it.
             Ok(unsafe { call(self.handle, color, key, place, config) })
         })?;
@@ -85,7 +85,7 @@ impl Comm {
         if handle.is_null() {
             return;
         }
-        // SAFETY: INV-8 nothing else has seen this handle.
+        // SAFETY: nothing else has seen this handle.
         let result = unsafe { (self.nccl.api().comm_abort)(handle) };
         if let Err(error) = self.nccl.check("ncclCommAbort", result) {
             tracing::warn!(%error, "an unfinished communicator could not be aborted");

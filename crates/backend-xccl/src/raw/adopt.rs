@@ -21,13 +21,13 @@ impl XpuStream {
     /// `queue` is a live `sycl::queue*` in the default context of its device, made by the very SYCL runtime that dpctl's library
     /// uses in this process: the same `libsycl` file.
     pub unsafe fn adopt(queue: *mut c_void) -> Result<Self> {
-        // SAFETY: INV-12 the caller's promise.
+        // SAFETY: the caller's promise.
         Self::over(unsafe { Queue::copy_of(queue)? })
     }
 
     /// As [`adopt`](Self::adopt), for a queue that was made here.
     pub(crate) fn adopt_own(core: &Core) -> Result<Self> {
-        // SAFETY: INV-12 the core keeps its queue alive, and it is dpctl's own.
+        // SAFETY: the core keeps its queue alive, and it is dpctl's own.
         unsafe { Self::adopt(core.queue.pointer()) }
     }
 }

@@ -26,10 +26,10 @@ pub(crate) struct Comm {
     world: u32,
 }
 
-// SAFETY: INV-12 the handle is a pointer to an object that oneCCL guards itself; who may call what at the same time is the
+// SAFETY: the handle is a pointer to an object that oneCCL guards itself; who may call what at the same time is the
 // engine's business (one thread for collectives, one per peer and direction for messages).
 unsafe impl Send for Comm {}
-// SAFETY: INV-12 as above.
+// SAFETY: as above.
 unsafe impl Sync for Comm {}
 
 /// oneCCL's name for a dtype that it has.
@@ -73,7 +73,7 @@ pub(crate) fn unique_id(library: &'static Library) -> Result<UniqueId> {
     let mut id = UniqueId::zeroed();
     exit::come_first(exit::After::Opening);
     let _call = Call::enter();
-    // SAFETY: INV-12 the out-parameter is a live id.
+    // SAFETY: the out-parameter is a live id.
     let code = unsafe { (library.functions.get_unique_id)(&raw mut id) };
     exit::come_first(exit::After::Transport);
     outcome(library, null_mut(), "onecclGetUniqueId", code)?;
@@ -84,7 +84,7 @@ fn outcome(library: &Library, comm: oneccl_sys::Comm, call: &str, code: ResultCo
     if code == ResultCode::SUCCESS {
         return Ok(());
     }
-    // SAFETY: INV-12 null, or the communicator of the call that has just returned.
+    // SAFETY: null, or the communicator of the call that has just returned.
     let words = unsafe { library.describe(code, comm) };
     let text = format!("{call} failed: {words}");
     Err(Error::new(ErrorKind::Backend, text).with_code(code.0.into()))
@@ -99,7 +99,7 @@ impl Comm {
     pub(crate) fn init(library: &'static Library, id: UniqueId, rank: u32, world: u32) -> Result<Self> {
         let mut raw = null_mut();
         let _call = Call::enter();
-        // SAFETY: INV-12 the id comes from onecclGetUniqueId of a peer with the same version (exchanged before).
+        // SAFETY: the id comes from onecclGetUniqueId of a peer with the same version (exchanged before).
         let code = unsafe { (library.functions.comm_init_rank)(&raw mut raw, world as usize, id, int(rank)) };
         outcome(library, null_mut(), "onecclCommInitRank", code)?;
         exit::come_first(exit::After::Communicator);
@@ -127,7 +127,7 @@ impl Comm {
         let mut raw = null_mut();
         let config = oneccl_sys::Config::new(self.library.version);
         let _call = Call::enter();
-        // SAFETY: INV-12 a live communicator, an out-parameter and a configuration of this version.
+        // SAFETY: a live communicator, an out-parameter and a configuration of this version.
         let code = unsafe {
             split(
                 self.raw,
@@ -155,7 +155,7 @@ impl Comm {
     /// Ends the communicator. Blocks until all its ranks do the same.
     pub(crate) fn destroy(self) -> Result<()> {
         let _call = Call::enter();
-        // SAFETY: INV-12 self is the only handle, and no call is under way (the engine releases its driver after the last).
+        // SAFETY: self is the only handle, and no call is under way (the engine releases its driver after the last).
         let code = unsafe { (self.library.functions.comm_destroy)(self.raw) };
         outcome(self.library, null_mut(), "onecclCommDestroy", code)
     }
@@ -203,7 +203,7 @@ impl Comm {
         let kind = Self::reducible(dtype)?;
         let (at, count) = (data.pointer(), data.bytes() / dtype.size());
         self.call(on, "onecclAllReduce", |queue| {
-            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements; in place is allowed.
+            // SAFETY: the span is alive until the call is done (see Span) and holds `count` elements; in place is allowed.
             unsafe { (self.library.functions.all_reduce)(at, at, count, kind, op, self.raw, queue) }
         })
     }
@@ -223,7 +223,7 @@ impl Comm {
         let (root, count) = (int(root), from.bytes() / dtype.size());
         let (from, into) = (from.pointer().cast_const(), into.pointer());
         self.call(on, "onecclReduce", |queue| {
-            // SAFETY: INV-8 both spans are alive until the call is done (see Span) and hold `count` elements (checked).
+            // SAFETY: both spans are alive until the call is done (see Span) and hold `count` elements (checked).
             unsafe { (self.library.functions.reduce)(from, into, count, kind, op, root, self.raw, queue) }
         })
     }
@@ -233,7 +233,7 @@ impl Comm {
         let (kind, count) = moved(dtype, data.bytes());
         let (at, root) = (data.pointer(), int(root));
         self.call(on, "onecclBroadcast", |queue| {
-            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements; in place is allowed.
+            // SAFETY: the span is alive until the call is done (see Span) and holds `count` elements; in place is allowed.
             unsafe {
                 (self.library.functions.broadcast)(at.cast_const(), at, count, kind, root, self.raw, queue)
             }
@@ -246,7 +246,7 @@ impl Comm {
         let (kind, count) = moved(dtype, from.bytes());
         let (from, into) = (from.pointer().cast_const(), into.pointer());
         self.call(on, "onecclAllGather", |queue| {
-            // SAFETY: INV-8 both spans are alive until the call is done (see Span); `into` holds world times `count` (checked).
+            // SAFETY: both spans are alive until the call is done (see Span); `into` holds world times `count` (checked).
             unsafe { (self.library.functions.all_gather)(from, into, count, kind, self.raw, queue) }
         })
     }
@@ -265,7 +265,7 @@ impl Comm {
         let count = into.bytes() / dtype.size();
         let (from, into) = (from.pointer().cast_const(), into.pointer());
         self.call(on, "onecclReduceScatter", |queue| {
-            // SAFETY: INV-8 both spans are alive until the call is done (see Span); `from` holds world times `count` (checked).
+            // SAFETY: both spans are alive until the call is done (see Span); `from` holds world times `count` (checked).
             unsafe { (self.library.functions.reduce_scatter)(from, into, count, kind, op, self.raw, queue) }
         })
     }
@@ -284,7 +284,7 @@ impl Comm {
         let (kind, count) = moved(dtype, from.bytes() / world);
         let (from, into) = (from.pointer().cast_const(), into.pointer());
         self.call(on, name, |queue| {
-            // SAFETY: INV-8 both spans are alive until the call is done (see Span) and hold world times `count` (checked).
+            // SAFETY: both spans are alive until the call is done (see Span) and hold world times `count` (checked).
             unsafe { call(from, into, count, kind, self.raw, queue) }
         })
     }
@@ -313,7 +313,7 @@ impl Comm {
         let (sent, received) = (counts(sent), counts(received));
         let (from, into, kind) = (from.pointer().cast_const(), into.pointer(), moved(dtype, 0).0);
         self.call(None, name, |queue| {
-            // SAFETY: INV-8 all four are alive until the call is done (see Span), and the counts add up to the lengths (checked).
+            // SAFETY: all four are alive until the call is done (see Span), and the counts add up to the lengths (checked).
             unsafe {
                 call(
                     from,
@@ -335,7 +335,7 @@ impl Comm {
         let (kind, count) = moved(dtype, data.bytes());
         let (at, peer) = (data.pointer().cast_const(), int(peer));
         self.call(on, name, |queue| {
-            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements.
+            // SAFETY: the span is alive until the call is done (see Span) and holds `count` elements.
             unsafe { call(at, count, kind, peer, self.raw, queue) }
         })
     }
@@ -347,7 +347,7 @@ impl Comm {
         let (kind, count) = moved(dtype, data.bytes());
         let (at, peer) = (data.pointer(), int(peer));
         self.call(on, name, |queue| {
-            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements.
+            // SAFETY: the span is alive until the call is done (see Span) and holds `count` elements.
             unsafe { call(at, count, kind, peer, self.raw, queue) }
         })
     }

@@ -142,7 +142,7 @@ pub(super) fn come_first(after: After) {
     };
     once.call_once(|| {
         #[cfg(target_env = "gnu")]
-        // SAFETY: INV-12 the handler is a function that lives as long as the program and takes no argument of ours.
+        // SAFETY: the handler is a function that lives as long as the program and takes no argument of ours.
         unsafe {
             on_exit(at_exit, std::ptr::null_mut());
         }
@@ -169,7 +169,7 @@ extern "C" fn at_exit(status: c_int, _: *mut c_void) {
     CLOSING.store(true, Ordering::SeqCst);
     settle(FOR_CALLS, || CALLS.load(Ordering::SeqCst) <= stuck());
     if CALLS.load(Ordering::SeqCst) > 0 {
-        // SAFETY: INV-12 what C streams hold is written out, then the process ends at once with its own status.
+        // SAFETY: what C streams hold is written out, then the process ends at once with its own status.
         unsafe {
             fflush(std::ptr::null_mut());
             _exit(status);

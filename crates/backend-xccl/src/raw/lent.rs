@@ -29,7 +29,7 @@ struct Span {
     is_host: bool,
 }
 
-// SAFETY: INV-8 the memory is reachable through this one value only, and is kept alive by `Held` or leaked by it.
+// SAFETY: the memory is reachable through this one value only, and is kept alive by `Held` or leaked by it.
 unsafe impl Send for Lent {}
 
 /// Lends tensors. Those on a device have no bytes here, only a [`device_span`](Lent::device_span).
@@ -97,14 +97,14 @@ impl Lent {
     /// The bytes of tensor `index`; empty for one that is not there.
     pub(crate) fn bytes(&self, index: usize) -> &[u8] {
         let span = self.span(index);
-        // SAFETY: INV-8 see the type: valid for as long as self, and nothing else writes.
+        // SAFETY: see the type: valid for as long as self, and nothing else writes.
         unsafe { std::slice::from_raw_parts(span.at, span.bytes) }
     }
 
     /// The bytes of tensor `index` for writing.
     pub(crate) fn bytes_mut(&mut self, index: usize) -> &mut [u8] {
         let span = self.span(index);
-        // SAFETY: INV-8 as above; &mut self is the only access.
+        // SAFETY: as above; &mut self is the only access.
         unsafe { std::slice::from_raw_parts_mut(span.at, span.bytes) }
     }
 
@@ -113,7 +113,7 @@ impl Lent {
     pub(crate) fn pair(&mut self, from: usize, into: usize) -> (&[u8], &mut [u8]) {
         let (a, b) = (self.span(from), self.span(into));
         let a = if from == into { Span { bytes: 0, ..a } } else { a };
-        // SAFETY: INV-8 different tensors of one call do not overlap (`ftcore::validate`), and &mut self is the only access.
+        // SAFETY: different tensors of one call do not overlap (`ftcore::validate`), and &mut self is the only access.
         unsafe {
             (
                 std::slice::from_raw_parts(a.at, a.bytes),

@@ -65,9 +65,9 @@ pub(crate) struct Span {
     bytes: usize,
 }
 
-// SAFETY: INV-8 only numbers; what they stand for is used through the calls of this module.
+// SAFETY: only numbers; what they stand for is used through the calls of this module.
 unsafe impl Send for Span {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Span {}
 
 impl Span {
@@ -127,14 +127,14 @@ macro_rules! handle {
         $(#[$m])*
         #[derive(Debug)]
         pub(crate) struct $name($raw);
-        // SAFETY: INV-12 SYCL's objects may be used from any thread; this is their address.
+        // SAFETY: SYCL's objects may be used from any thread; this is their address.
         unsafe impl Send for $name {}
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe impl Sync for $name {}
         impl Drop for $name {
             fn drop(&mut self) {
                 if let Ok(library) = sycl() {
-                    // SAFETY: INV-8 the only owner of this reference; SYCL keeps what running commands need.
+                    // SAFETY: the only owner of this reference; SYCL keeps what running commands need.
                     unsafe { (library.functions.$delete)(self.0) };
                 }
             }
@@ -158,7 +158,7 @@ handle!(
 /// How many devices Level Zero knows: Intel's GPUs, each once (OpenCL may list them a second time).
 pub(crate) fn count_of_gpus() -> Result<u32> {
     let kind = BackendType::LEVEL_ZERO.0 | DeviceType::GPU.0;
-    // SAFETY: INV-12 takes a number.
+    // SAFETY: takes a number.
     let count = unsafe { (sycl()?.functions.device_count)(kind) };
     Ok(u32::try_from(count).unwrap_or(u32::MAX))
 }
@@ -168,7 +168,7 @@ impl DeviceHandle {
     pub(crate) fn select(selector: &str) -> Result<Self> {
         let functions = &sycl()?.functions;
         let text = CString::new(selector).map_err(|_| Error::invalid("a device filter with a zero byte"))?;
-        // SAFETY: INV-12 a text that ends with a zero; the selector is deleted once, here.
+        // SAFETY: a text that ends with a zero; the selector is deleted once, here.
         let device = unsafe {
             let filter = (functions.filter_selector)(text.as_ptr());
             if filter.is_null() {
@@ -190,7 +190,7 @@ impl DeviceHandle {
 
     /// True for a CPU that runs SYCL.
     pub(crate) fn is_cpu(&self) -> bool {
-        // SAFETY: INV-12 a live device.
+        // SAFETY: a live device.
         sycl().is_ok_and(|l| unsafe { (l.functions.device_type)(self.0) } == DeviceType::CPU)
     }
 
@@ -198,7 +198,7 @@ impl DeviceHandle {
     pub(crate) fn name(&self) -> String {
         sycl().map_or_else(
             |_| String::new(),
-            // SAFETY: INV-12 a live device; the string is taken once.
+            // SAFETY: a live device; the string is taken once.
             |l| unsafe { l.take_string((l.functions.device_name)(self.0)) },
         )
     }
@@ -207,7 +207,7 @@ impl DeviceHandle {
     pub(crate) fn driver(&self) -> String {
         let Ok(l) = sycl() else { return String::new() };
         l.functions.device_driver.map_or_else(String::new, |f| {
-            // SAFETY: INV-12 as above.
+            // SAFETY: as above.
             unsafe { l.take_string(f(self.0)) }
         })
     }
@@ -215,7 +215,7 @@ impl DeviceHandle {
     /// True if both are the same device.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         let equal = sycl().ok().and_then(|l| l.functions.device_equal);
-        // SAFETY: INV-12 both are alive.
+        // SAFETY: both are alive.
         equal.is_some_and(|f| unsafe { f(self.0, other.0) } != 0)
     }
 }
@@ -223,7 +223,7 @@ impl DeviceHandle {
 impl Queue {
     /// A new queue in the device's default context, whose commands run in order.
     pub(crate) fn new(device: &DeviceHandle) -> Result<Self> {
-        // SAFETY: INV-12 a live device, no error handler.
+        // SAFETY: a live device, no error handler.
         let queue = unsafe { (sycl()?.functions.queue_for_device)(device.0, std::ptr::null(), IN_ORDER) };
         Self::made(queue, "making a queue")
     }
@@ -243,14 +243,14 @@ impl Queue {
         if queue.is_null() {
             return Err(Error::invalid("a null queue"));
         }
-        // SAFETY: INV-12 the caller's promise.
+        // SAFETY: the caller's promise.
         let copy = unsafe { (sycl()?.functions.queue_copy)(queue) };
         Self::made(copy, "copying a queue")
     }
 
     /// Its device.
     pub(crate) fn device(&self) -> Result<DeviceHandle> {
-        // SAFETY: INV-12 a live queue.
+        // SAFETY: a live queue.
         let device = unsafe { (sycl()?.functions.queue_device)(self.0) };
         match device.is_null() {
             true => Err(refused("asking a queue for its device")),
@@ -272,7 +272,7 @@ impl Queue {
 
     /// The present end of the queue.
     pub(crate) fn barrier(&self) -> Result<EventHandle> {
-        // SAFETY: INV-12 a live queue.
+        // SAFETY: a live queue.
         Self::event(unsafe { (sycl()?.functions.queue_barrier)(self.0) }, "a barrier")
     }
 
@@ -285,7 +285,7 @@ impl Queue {
     /// Later commands wait for `event`.
     pub(crate) fn wait_for(&self, event: &EventHandle) -> Result<EventHandle> {
         let list = [event.0];
-        // SAFETY: INV-12 a live queue and a live event; SYCL copies the list.
+        // SAFETY: a live queue and a live event; SYCL copies the list.
         let barrier = unsafe { (sycl()?.functions.queue_barrier_for)(self.0, list.as_ptr(), list.len()) };
         Self::event(barrier, "a barrier for an event")
     }
@@ -293,14 +293,14 @@ impl Queue {
     /// Enqueues a copy of as many bytes as both have.
     pub(crate) fn copy(&self, from: Span, to: Span) -> Result<EventHandle> {
         let bytes = from.bytes.min(to.bytes);
-        // SAFETY: INV-8 both spans are alive (see Span); one of them may be host memory.
+        // SAFETY: both spans are alive (see Span); one of them may be host memory.
         let event = unsafe { (sycl()?.functions.queue_memcpy)(self.0, to.pointer(), from.pointer(), bytes) };
         Self::event(event, "a copy")
     }
 
     /// Enqueues filling `to` with zeros.
     pub(crate) fn zero(&self, to: Span) -> Result<EventHandle> {
-        // SAFETY: INV-8 the span is alive (see Span).
+        // SAFETY: the span is alive (see Span).
         let event = unsafe { (sycl()?.functions.queue_memset)(self.0, to.pointer(), 0, to.bytes) };
         Self::event(event, "filling memory")
     }
@@ -327,7 +327,7 @@ impl Queue {
 impl EventHandle {
     /// True once the command and all before it are done.
     pub(crate) fn is_done(&self) -> Result<bool> {
-        // SAFETY: INV-12 a live event.
+        // SAFETY: a live event.
         match unsafe { (sycl()?.functions.event_status)(self.0) } {
             EventStatus::COMPLETE => Ok(true),
             EventStatus::UNKNOWN => Err(refused("asking an event how far it is")),
@@ -373,7 +373,7 @@ pub(crate) fn alloc(kind: Usm, bytes: usize, queue: &Queue) -> Result<Span> {
         Usm::Host => ("malloc_host", functions.malloc_host),
         Usm::Shared => ("malloc_shared", functions.malloc_shared),
     };
-    // SAFETY: INV-12 a live queue; zero bytes would give null.
+    // SAFETY: a live queue; zero bytes would give null.
     let at = unsafe { f(bytes.max(1), queue.0) };
     match at.is_null() {
         true => Err(Error::new(
@@ -387,7 +387,7 @@ pub(crate) fn alloc(kind: Usm, bytes: usize, queue: &Queue) -> Result<Span> {
 /// Frees what [`alloc`] gave. The caller owns it and no command uses it any more.
 pub(crate) fn free(span: Span, queue: &Queue) {
     if let Ok(library) = sycl() {
-        // SAFETY: INV-8 the owner frees it once, after its last use.
+        // SAFETY: the owner frees it once, after its last use.
         unsafe { (library.functions.free)(span.pointer(), queue.0) };
     }
 }
@@ -401,7 +401,7 @@ pub(crate) fn tensor(
     owner: Box<dyn Any + Send + Sync>,
 ) -> Result<Tensor> {
     let pointer = NonNull::new(span.at).ok_or_else(|| refused("an allocation"))?;
-    // SAFETY: INV-8 the owner frees the block when the tensor goes; SYCL aligns allocations for every type; nothing else has
+    // SAFETY: the owner frees the block when the tensor goes; SYCL aligns allocations for every type; nothing else has
     // the address.
     unsafe { Tensor::from_raw(pointer, dtype, shape, None, device, owner) }
 }

@@ -11,18 +11,18 @@ pub(super) fn words_of_calls(_: &Rank) -> Outcome {
     let (mut id, mut comm) = (UniqueId::zeroed(), std::ptr::null_mut());
     let mut data = [1f32, 2.0];
     let at: *mut std::ffi::c_void = data.as_mut_ptr().cast();
-    // SAFETY: INV-12 the out-parameter is a live id.
+    // SAFETY: the out-parameter is a live id.
     let code = unsafe { (f.get_unique_id)(&raw mut id) };
     ensure(code == ResultCode::SUCCESS, || format!("{code:?}"))?;
-    // SAFETY: INV-12 a live out-parameter, and the id from above.
+    // SAFETY: a live out-parameter, and the id from above.
     let code = unsafe { (f.comm_init_rank)(&raw mut comm, 1, id, 0) };
     ensure(code == ResultCode::SUCCESS, || format!("{code:?}"))?;
     let sum = |dtype, op| {
-        // SAFETY: INV-8 two elements in place on a live communicator; the library refuses types and reductions that it does not know.
+        // SAFETY: two elements in place on a live communicator; the library refuses types and reductions that it does not know.
         unsafe { (f.all_reduce)(at, at, 2, dtype, op, comm, none) }
     };
     let broadcast = |root| {
-        // SAFETY: INV-8 as above; the root is checked by the library.
+        // SAFETY: as above; the root is checked by the library.
         unsafe { (f.broadcast)(at.cast_const(), at, 2, DataType::F32, root, comm, none) }
     };
     type Call<'a> = &'a dyn Fn() -> ResultCode;
@@ -39,7 +39,7 @@ pub(super) fn words_of_calls(_: &Rank) -> Outcome {
     ];
     for (call, words) in calls {
         let code = call();
-        // SAFETY: INV-12 a live communicator.
+        // SAFETY: a live communicator.
         let text = unsafe { library.describe(code, comm) };
         ensure(
             code == ResultCode::PLUGIN_EXCEPTION && text.contains(words),
@@ -49,7 +49,7 @@ pub(super) fn words_of_calls(_: &Rank) -> Outcome {
     ensure(sum(DataType::F32, RedOp::SUM) == ResultCode::SUCCESS, || {
         "it does not go on".into()
     })?;
-    // SAFETY: INV-12 no thread is in a call.
+    // SAFETY: no thread is in a call.
     let code = unsafe { (f.comm_destroy)(comm) };
     ensure(code == ResultCode::SUCCESS && data == [1.0, 2.0], || {
         format!("{code:?}, {data:?}")

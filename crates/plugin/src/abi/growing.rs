@@ -17,9 +17,9 @@ pub unsafe trait Growing: Copy {
 
     /// All zero but `size`.
     fn empty() -> Self {
-        // SAFETY: INV-10 the trait promises that all-zero bytes are a value.
+        // SAFETY: the trait promises that all-zero bytes are a value.
         let mut zero: Self = unsafe { std::mem::zeroed() };
-        // SAFETY: INV-10 the trait promises a first field of type u64.
+        // SAFETY: the trait promises a first field of type u64.
         unsafe { (&raw mut zero).cast::<u64>().write(size_of::<Self>() as u64) };
         zero
     }
@@ -27,7 +27,7 @@ pub unsafe trait Growing: Copy {
 
 macro_rules! growing {
     ($($name:ident,)+) => {$(
-        // SAFETY: INV-10 (structural) declared in `abi.rs` with `size: u64` first and only fields that may be zero.
+        // SAFETY: declared in `abi.rs` with `size: u64` first and only fields that may be zero.
         unsafe impl Growing for $name {}
     )+};
 }
@@ -70,7 +70,7 @@ pub unsafe fn read<T: Growing>(from: *const T) -> Result<T, String> {
     if !from.is_aligned() {
         return Err(format!("{} is not aligned", short_name::<T>()));
     }
-    // SAFETY: INV-10 8 readable bytes by the contract.
+    // SAFETY: 8 readable bytes by the contract.
     let said = unsafe { from.cast::<u64>().read() };
     if said < T::MINIMUM as u64 || said > LARGEST {
         return Err(format!(
@@ -81,7 +81,7 @@ pub unsafe fn read<T: Growing>(from: *const T) -> Result<T, String> {
     }
     let mut into = T::empty();
     let both = size_of::<T>().min(usize::try_from(said).unwrap_or(usize::MAX));
-    // SAFETY: INV-10 both sides have `both` bytes; T may hold any prefix, the rest stays zero.
+    // SAFETY: both sides have `both` bytes; T may hold any prefix, the rest stays zero.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), (&raw mut into).cast::<u8>(), both) };
     Ok(into)
 }
@@ -94,14 +94,14 @@ pub unsafe fn read<T: Growing>(from: *const T) -> Result<T, String> {
 /// # Safety
 /// As [`read`], and writable.
 pub unsafe fn write<T: Growing>(to: *mut T, value: &T) -> Result<(), String> {
-    // SAFETY: INV-10 same contract; the copy is thrown away, the checks are what is wanted.
+    // SAFETY: same contract; the copy is thrown away, the checks are what is wanted.
     unsafe { read(to.cast_const()) }?;
-    // SAFETY: INV-10 readable by the contract.
+    // SAFETY: readable by the contract.
     let can = unsafe { to.cast::<u64>().read() };
     let both = size_of::<T>().min(usize::try_from(can).unwrap_or(usize::MAX));
-    // SAFETY: INV-10 both sides have `both` bytes.
+    // SAFETY: both sides have `both` bytes.
     unsafe { std::ptr::copy_nonoverlapping((&raw const *value).cast::<u8>(), to.cast::<u8>(), both) };
-    // SAFETY: INV-10 the first field is the u64 size.
+    // SAFETY: the first field is the u64 size.
     unsafe { to.cast::<u64>().write(both as u64) };
     Ok(())
 }

@@ -47,7 +47,7 @@ fn stream_handle(stream: Arc<dyn Stream>) -> *mut c_void {
 /// # Safety
 /// `ctx` is the one that `export` gave out.
 unsafe fn accelerator<'a>(ctx: *mut c_void) -> Result<&'a dyn Accelerator> {
-    // SAFETY: INV-8 by the contract it is static.
+    // SAFETY: by the contract it is static.
     let accelerator = unsafe { ctx.cast::<Arc<dyn Accelerator>>().as_ref() };
     accelerator
         .map(|a| &**a)
@@ -57,7 +57,7 @@ unsafe fn accelerator<'a>(ctx: *mut c_void) -> Result<&'a dyn Accelerator> {
 /// # Safety
 /// `handle` is null or a stream handle that was not given back.
 unsafe fn stream<'a>(handle: *mut c_void) -> Result<&'a dyn Stream> {
-    // SAFETY: INV-8 by the contract.
+    // SAFETY: by the contract.
     let stream = unsafe { handle.cast::<Arc<dyn Stream>>().as_ref() };
     stream.map(|s| &**s).ok_or_else(|| breach("no stream".into()))
 }
@@ -65,7 +65,7 @@ unsafe fn stream<'a>(handle: *mut c_void) -> Result<&'a dyn Stream> {
 /// # Safety
 /// `handle` is null or an event handle that was not given back.
 unsafe fn event<'a>(handle: *mut c_void) -> Result<&'a dyn Event> {
-    // SAFETY: INV-8 by the contract.
+    // SAFETY: by the contract.
     let event = unsafe { handle.cast::<Arc<dyn Event>>().as_ref() };
     event.map(|e| &**e).ok_or_else(|| breach("no event".into()))
 }
@@ -76,7 +76,7 @@ unsafe fn put<T>(to: *mut T, value: T) -> Result<()> {
     if to.is_null() {
         return Err(breach("no place for the answer".into()));
     }
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -84,28 +84,28 @@ unsafe fn put<T>(to: *mut T, value: T) -> Result<()> {
 unsafe extern "C" fn count(ctx: *mut c_void) -> u32 {
     let mut count = 0;
     quiet("devices were counted", || {
-        // SAFETY: INV-8 the host passes our own ctx.
+        // SAFETY: the host passes our own ctx.
         count = unsafe { accelerator(ctx) }.map_or(0, Accelerator::count);
     });
     count
 }
 
 unsafe extern "C" fn current(ctx: *mut c_void, index: *mut u32, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx and its own place.
+    // SAFETY: the host passes our own ctx and its own place.
     guarded("the current device was asked for", fault, || unsafe {
         put(index, accelerator(ctx)?.current()?)
     })
 }
 
 unsafe extern "C" fn set(ctx: *mut c_void, index: u32, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx.
+    // SAFETY: the host passes our own ctx.
     guarded("a device was made current", fault, || unsafe {
         accelerator(ctx)?.set(index)
     })
 }
 
 unsafe extern "C" fn name(ctx: *mut c_void, index: u32, sink: Sink, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx and its own sink.
+    // SAFETY: the host passes our own ctx and its own sink.
     guarded("a device's name was asked for", fault, || unsafe {
         text::give(&sink, accelerator(ctx)?.name(index)?.as_bytes());
         Ok(())
@@ -113,7 +113,7 @@ unsafe extern "C" fn name(ctx: *mut c_void, index: u32, sink: Sink, fault: *mut 
 }
 
 unsafe extern "C" fn synchronize(ctx: *mut c_void, index: u32, timeout_ms: i64, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx.
+    // SAFETY: the host passes our own ctx.
     guarded("a device was synchronised", fault, || unsafe {
         accelerator(ctx)?.synchronize(index, fault::deadline(timeout_ms))
     })
@@ -121,7 +121,7 @@ unsafe extern "C" fn synchronize(ctx: *mut c_void, index: u32, timeout_ms: i64, 
 
 unsafe extern "C" fn free(owner: *mut c_void) {
     quiet("memory was given back", || {
-        // SAFETY: INV-8 made by `alloc`; the host gives it back once.
+        // SAFETY: made by `alloc`; the host gives it back once.
         drop(unsafe { Box::from_raw(owner.cast::<Tensor>()) });
     });
 }
@@ -135,7 +135,7 @@ unsafe extern "C" fn alloc(
     buffer: *mut Buffer,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx; INV-10 and keeps to the ABI.
+    // SAFETY: the host passes our own ctx, and keeps to the ABI.
     guarded("memory was asked for", fault, || unsafe {
         let dtype = u8::try_from(dtype)
             .ok()
@@ -169,7 +169,7 @@ unsafe extern "C" fn copy_in(
     handle: *mut c_void,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx and handle; INV-10 and keeps to the ABI.
+    // SAFETY: the host passes our own ctx and handle, and keeps to the ABI.
     guarded("memory was copied to the device", fault, || unsafe {
         let from = text::read_any(from).map_err(breach)?;
         let mut to = operation::hold(&abi::read(to).map_err(breach)?)?;
@@ -185,7 +185,7 @@ unsafe extern "C" fn copy_out(
     handle: *mut c_void,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx and handle; INV-10 and keeps to the ABI.
+    // SAFETY: the host passes our own ctx and handle, and keeps to the ABI.
     guarded("memory was copied from the device", fault, || unsafe {
         let from = operation::hold(&abi::read(from).map_err(breach)?)?;
         let to = text::writable(to, to_len).map_err(breach)?;
@@ -199,7 +199,7 @@ unsafe extern "C" fn current_stream(
     handle: *mut *mut c_void,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx and its own place.
+    // SAFETY: the host passes our own ctx and its own place.
     guarded("the current stream was asked for", fault, || unsafe {
         put(handle, stream_handle(accelerator(ctx)?.current_stream(index)?))
     })
@@ -212,7 +212,7 @@ unsafe extern "C" fn new_stream(
     handle: *mut *mut c_void,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx and its own place.
+    // SAFETY: the host passes our own ctx and its own place.
     guarded("a stream was made", fault, || unsafe {
         put(
             handle,
@@ -224,7 +224,7 @@ unsafe extern "C" fn new_stream(
 unsafe extern "C" fn stream_release(_ctx: *mut c_void, handle: *mut c_void) {
     quiet("a stream was given back", || {
         if !handle.is_null() {
-            // SAFETY: INV-8 the host gives a handle back once.
+            // SAFETY: the host gives a handle back once.
             drop(unsafe { Box::from_raw(handle.cast::<Arc<dyn Stream>>()) });
         }
     });
@@ -236,7 +236,7 @@ unsafe extern "C" fn stream_record(
     out: *mut *mut c_void,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes a handle of ours and its own place.
+    // SAFETY: the host passes a handle of ours and its own place.
     guarded("a stream was marked", fault, || unsafe {
         put(out, event_handle(stream(handle)?.record()?))
     })
@@ -248,7 +248,7 @@ unsafe extern "C" fn stream_wait(
     after: *mut c_void,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes handles of ours.
+    // SAFETY: the host passes handles of ours.
     guarded("a stream was made to wait", fault, || unsafe {
         stream(handle)?.wait(event(after)?)
     })
@@ -260,7 +260,7 @@ unsafe extern "C" fn stream_query(
     done: *mut u32,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes a handle of ours and its own place.
+    // SAFETY: the host passes a handle of ours and its own place.
     guarded("a stream was asked", fault, || unsafe {
         put(done, u32::from(stream(handle)?.query()?))
     })
@@ -272,7 +272,7 @@ unsafe extern "C" fn stream_synchronize(
     timeout_ms: i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes a handle of ours.
+    // SAFETY: the host passes a handle of ours.
     guarded("a stream was waited for", fault, || unsafe {
         stream(handle)?.synchronize(fault::deadline(timeout_ms))
     })
@@ -281,7 +281,7 @@ unsafe extern "C" fn stream_synchronize(
 unsafe extern "C" fn event_release(_ctx: *mut c_void, handle: *mut c_void) {
     quiet("an event was given back", || {
         if !handle.is_null() {
-            // SAFETY: INV-8 the host gives a handle back once.
+            // SAFETY: the host gives a handle back once.
             drop(unsafe { Box::from_raw(handle.cast::<Arc<dyn Event>>()) });
         }
     });
@@ -293,7 +293,7 @@ unsafe extern "C" fn event_query(
     done: *mut u32,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes a handle of ours and its own place.
+    // SAFETY: the host passes a handle of ours and its own place.
     guarded("an event was asked", fault, || unsafe {
         put(done, u32::from(event(handle)?.query()?))
     })
@@ -305,7 +305,7 @@ unsafe extern "C" fn event_synchronize(
     timeout_ms: i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-8 the host passes a handle of ours.
+    // SAFETY: the host passes a handle of ours.
     guarded("an event was waited for", fault, || unsafe {
         event(handle)?.synchronize(fault::deadline(timeout_ms))
     })
@@ -314,7 +314,7 @@ unsafe extern "C" fn event_synchronize(
 unsafe extern "C" fn native_fp8(ctx: *mut c_void, index: u32) -> u32 {
     let mut native = 0;
     quiet("a device was asked for FP8", || {
-        // SAFETY: INV-8 the host passes our own ctx.
+        // SAFETY: the host passes our own ctx.
         native = u32::from(unsafe { accelerator(ctx) }.is_ok_and(|a| a.native_fp8(index)));
     });
     native

@@ -85,9 +85,9 @@ pub(super) unsafe fn export(inner: Box<dyn ProcessGroup>, table: *mut abi::Group
     group.traffic = Some(traffic);
     group.close = Some(close);
     group.execute = Some(execute);
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     unsafe { abi::write(table, &group) }.map_err(|e| {
-        // SAFETY: INV-8 no other code has seen it.
+        // SAFETY: no other code has seen it.
         drop(unsafe { Arc::from_raw(group.ctx.cast_const().cast::<Exported>()) });
         breach(e)
     })
@@ -96,7 +96,7 @@ pub(super) unsafe fn export(inner: Box<dyn ProcessGroup>, table: *mut abi::Group
 /// # Safety
 /// `ctx` is one that `export` gave out and `close` has not seen.
 unsafe fn group<'a>(ctx: *mut c_void) -> Option<&'a Exported> {
-    // SAFETY: INV-8 by the contract it is alive for the call.
+    // SAFETY: by the contract it is alive for the call.
     unsafe { ctx.cast::<Exported>().as_ref() }
 }
 
@@ -110,14 +110,14 @@ unsafe fn entry(
     fault: *mut Fault,
     run: impl FnOnce(&Exported) -> Result<()>,
 ) -> i32 {
-    // SAFETY: INV-8 by the contract.
+    // SAFETY: by the contract.
     let Some(group) = (unsafe { group(ctx) }) else {
         return FAILED;
     };
     let result = group.alive().and_then(|()| {
         catch_unwind(AssertUnwindSafe(|| run(group))).unwrap_or_else(|panic| Err(group.died(what, panic)))
     });
-    // SAFETY: INV-10 every caller passes the fault of the call that is running.
+    // SAFETY: every caller passes the fault of the call that is running.
     unsafe { fault::answer(result, fault) }
 }
 
@@ -126,7 +126,7 @@ unsafe fn entry(
 /// # Safety
 /// As [`group`].
 unsafe fn quietly(ctx: *mut c_void, what: &str, run: impl FnOnce(&Exported)) {
-    // SAFETY: INV-8 by the contract.
+    // SAFETY: by the contract.
     if let Some(group) = unsafe { group(ctx) }
         && let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(group)))
     {
@@ -141,7 +141,7 @@ unsafe fn quietly(ctx: *mut c_void, what: &str, run: impl FnOnce(&Exported)) {
 type InfoReply = Option<unsafe extern "C" fn(*mut c_void, *const abi::Info)>;
 
 unsafe extern "C" fn info(ctx: *mut c_void, reply_ctx: *mut c_void, reply: InfoReply) {
-    // SAFETY: INV-8 the host passes our own ctx; its reply copies what it wants.
+    // SAFETY: the host passes our own ctx; its reply copies what it wants.
     unsafe {
         quietly(ctx, "it was asked what it is", |g| {
             let Some(reply) = reply else { return };
@@ -160,7 +160,7 @@ unsafe extern "C" fn info(ctx: *mut c_void, reply_ctx: *mut c_void, reply: InfoR
 }
 
 unsafe extern "C" fn capabilities(ctx: *mut c_void, reply_ctx: *mut c_void, reply: offer::Reply) {
-    // SAFETY: INV-8 the host passes our own ctx and its own reply.
+    // SAFETY: the host passes our own ctx and its own reply.
     unsafe {
         quietly(ctx, "it was asked what it offers", |g| {
             offer::tell(g.inner.capabilities(), reply_ctx, reply);
@@ -173,7 +173,7 @@ unsafe extern "C" fn configure(
     configuration: *const abi::Configuration,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the host passes our own ctx and keeps to the ABI.
+    // SAFETY: the host passes our own ctx and keeps to the ABI.
     unsafe {
         entry(ctx, "it was configured", fault, |g| {
             let c = abi::read(configuration).map_err(breach)?;
@@ -236,7 +236,7 @@ fn complete(completion: &abi::Completion, result: Result<Ended>) {
         }
     }
     if let Some(complete) = completion.complete {
-        // SAFETY: INV-8 once per accepted operation; the outcome and its fault live until the call returns.
+        // SAFETY: once per accepted operation; the outcome and its fault live until the call returns.
         unsafe { complete(completion.ctx, &raw const outcome) }
     }
 }
@@ -245,16 +245,16 @@ fn complete(completion: &abi::Completion, result: Result<Ended>) {
 /// comes after it.
 struct Callbacks(Mutex<Option<abi::Completion>>);
 
-// SAFETY: INV-8 the ABI says that they may be called from any thread.
+// SAFETY: the ABI says that they may be called from any thread.
 unsafe impl Send for Callbacks {}
-// SAFETY: INV-8 as above; the mutex lets one thread at a time.
+// SAFETY: as above; the mutex lets one thread at a time.
 unsafe impl Sync for Callbacks {}
 
 impl Callbacks {
     fn recorded(&self, event: Arc<dyn Event>) {
         let callbacks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((callbacks, recorded)) = callbacks.as_ref().and_then(|c| Some((c, c.recorded?))) {
-            // SAFETY: INV-8 not yet completed; the host takes the handle over.
+            // SAFETY: not yet completed; the host takes the handle over.
             unsafe { recorded(callbacks.ctx, device::event_handle(event)) }
         }
     }
@@ -287,7 +287,7 @@ unsafe extern "C" fn submit(
     handle: *mut abi::WorkHandle,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the host passes our own ctx and keeps to the ABI.
+    // SAFETY: the host passes our own ctx and keeps to the ABI.
     unsafe {
         entry(ctx, "an operation was submitted", fault, |g| {
             let callbacks = abi::read(completion).map_err(breach)?;
@@ -323,7 +323,7 @@ unsafe extern "C" fn submit(
 
 unsafe extern "C" fn work_abort(ctx: *mut c_void, reason: Str) {
     quiet("an operation was aborted", || {
-        // SAFETY: INV-8 the host passes the ctx of a handle that it has not closed.
+        // SAFETY: the host passes the ctx of a handle that it has not closed.
         unsafe {
             if let Some(work) = ctx.cast::<Work>().as_ref() {
                 work.abort(&text::read(reason).unwrap_or_default());
@@ -335,7 +335,7 @@ unsafe extern "C" fn work_abort(ctx: *mut c_void, reason: Str) {
 unsafe extern "C" fn work_close(ctx: *mut c_void) {
     quiet("an operation was closed", || {
         if !ctx.is_null() {
-            // SAFETY: INV-8 made by `submit`, closed once.
+            // SAFETY: made by `submit`, closed once.
             drop(unsafe { Box::from_raw(ctx.cast::<Work>()) });
         }
     });
@@ -347,7 +347,7 @@ unsafe extern "C" fn execute(
     outcome: *mut abi::Outcome,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the host passes our own ctx and keeps to the ABI.
+    // SAFETY: the host passes our own ctx and keeps to the ABI.
     unsafe {
         entry(ctx, "an operation was executed", fault, |g| {
             let incoming = operation::read(operation)?;
@@ -380,7 +380,7 @@ unsafe extern "C" fn split(
     made: *mut u32,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the host passes our own ctx and keeps to the ABI.
+    // SAFETY: the host passes our own ctx and keeps to the ABI.
     unsafe {
         entry(ctx, "it was split", fault, |g| {
             let Some(made) = made.as_mut() else {
@@ -398,7 +398,7 @@ unsafe extern "C" fn split(
 }
 
 unsafe extern "C" fn abort(ctx: *mut c_void, reason: Str) {
-    // SAFETY: INV-8 the host passes our own ctx and a text for the call.
+    // SAFETY: the host passes our own ctx and a text for the call.
     unsafe {
         quietly(ctx, "it was aborted", |g| {
             if g.dead.get().is_none() {
@@ -410,7 +410,7 @@ unsafe extern "C" fn abort(ctx: *mut c_void, reason: Str) {
 
 unsafe extern "C" fn error(ctx: *mut c_void, fault: *mut Fault) -> i32 {
     let mut found = None;
-    // SAFETY: INV-8 the host passes our own ctx; INV-10 and its own fault.
+    // SAFETY: the host passes our own ctx, and its own fault.
     unsafe {
         quietly(ctx, "it was asked for its error", |g| {
             found = g.dead.get().cloned().or_else(|| g.inner.error());
@@ -423,7 +423,7 @@ unsafe extern "C" fn error(ctx: *mut c_void, fault: *mut Fault) -> i32 {
 }
 
 unsafe extern "C" fn shutdown(ctx: *mut c_void, timeout_ms: i64, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-8 the host passes our own ctx.
+    // SAFETY: the host passes our own ctx.
     unsafe {
         entry(ctx, "it was shut down", fault, |g| {
             g.inner.shutdown(fault::deadline(timeout_ms))
@@ -432,7 +432,7 @@ unsafe extern "C" fn shutdown(ctx: *mut c_void, timeout_ms: i64, fault: *mut Fau
 }
 
 unsafe extern "C" fn traffic(ctx: *mut c_void, traffic: *mut abi::Traffic) {
-    // SAFETY: INV-8 the host passes our own ctx and its own struct.
+    // SAFETY: the host passes our own ctx and its own struct.
     unsafe {
         quietly(ctx, "it was asked for its traffic", |g| {
             let now = g.inner.traffic();
@@ -447,7 +447,7 @@ unsafe extern "C" fn traffic(ctx: *mut c_void, traffic: *mut abi::Traffic) {
 unsafe extern "C" fn close(ctx: *mut c_void) {
     quiet("a group was closed", || {
         if !ctx.is_null() {
-            // SAFETY: INV-8 made by `export`, closed once.
+            // SAFETY: made by `export`, closed once.
             drop(unsafe { Arc::from_raw(ctx.cast_const().cast::<Exported>()) });
         }
     });

@@ -13,9 +13,9 @@ use crate::text;
 
 struct HostLog(abi::Host);
 
-// SAFETY: INV-8 the ABI says that the host lives as long as the process and may be called from any thread.
+// SAFETY: the ABI says that the host lives as long as the process and may be called from any thread.
 unsafe impl Send for HostLog {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for HostLog {}
 
 static HOST: OnceLock<HostLog> = OnceLock::new();
@@ -58,7 +58,7 @@ impl Subscriber for Forward {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         let Some(host) = HOST.get() else { return false };
         match host.0.log_level {
-            // SAFETY: INV-8 the host's own function.
+            // SAFETY: the host's own function.
             Some(level) => code(*metadata.level()) <= unsafe { level(host.0.ctx) },
             None => true,
         }
@@ -88,7 +88,7 @@ impl Subscriber for Forward {
         let mut line = Line::default();
         event.record(&mut line);
         let (level, target) = (code(*event.metadata().level()), event.metadata().target());
-        // SAFETY: INV-8 the host's own function; both texts live for the call.
+        // SAFETY: the host's own function; both texts live for the call.
         unsafe {
             log(
                 host.0.ctx,

@@ -56,9 +56,9 @@ struct Listed {
     devices: Vec<Str>,
 }
 
-// SAFETY: INV-8 the pointers lead to static strings and to `_entries`, which is never changed.
+// SAFETY: the pointers lead to static strings and to `_entries`, which is never changed.
 unsafe impl Send for Listed {}
-// SAFETY: INV-8 as above: read only.
+// SAFETY: as above: read only.
 unsafe impl Sync for Listed {}
 
 struct Opened {
@@ -118,7 +118,7 @@ impl Declaration {
             r.version = text::lend(self.version);
             r.backends = listed.backends.as_ptr();
             r.devices = listed.devices.as_ptr();
-            // SAFETY: INV-10 by the contract; the lists are static.
+            // SAFETY: by the contract; the lists are static.
             match unsafe { abi::write(reply, &r) } {
                 Ok(()) => OK,
                 Err(_) => FAILED,
@@ -141,7 +141,7 @@ impl Declaration {
         fault: *mut Fault,
     ) -> i32 {
         guarded("opening the plugin", fault, || {
-            // SAFETY: INV-10 by the contract.
+            // SAFETY: by the contract.
             let host = unsafe { abi::read(host) }.map_err(breach)?;
             if !(abi::MINIMUM_MINOR..=abi::MINOR).contains(&host.minor) {
                 return Err(Error::unsupported(format!(
@@ -163,7 +163,7 @@ impl Declaration {
             table.create = Some(create);
             table.device = Some(device);
             table.library = Some(library);
-            // SAFETY: INV-10 by the contract.
+            // SAFETY: by the contract.
             unsafe { abi::write(plugin, &table) }.map_err(breach)
         })
     }
@@ -191,7 +191,7 @@ fn panicked(what: &str, panic: Box<dyn Any + Send>) -> Error {
 /// Runs an entry point; a panic becomes its error.
 fn guarded(what: &str, fault: *mut Fault, run: impl FnOnce() -> Result<()>) -> i32 {
     let result = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(panicked(what, panic)));
-    // SAFETY: INV-10 every caller passes the fault of the call that is running.
+    // SAFETY: every caller passes the fault of the call that is running.
     unsafe { fault::answer(result, fault) }
 }
 
@@ -210,7 +210,7 @@ fn quiet(what: &str, run: impl FnOnce()) {
 /// # Safety
 /// `ctx` is the one that `open` gave out.
 unsafe fn factory(ctx: *mut c_void, backend: u32) -> Result<&'static Arc<dyn BackendFactory>> {
-    // SAFETY: INV-8 `open` gave out a static.
+    // SAFETY: `open` gave out a static.
     let opened = unsafe { ctx.cast::<Opened>().as_ref() };
     opened
         .and_then(|o| o.factories.get(backend as usize))
@@ -222,7 +222,7 @@ unsafe fn factory(ctx: *mut c_void, backend: u32) -> Result<&'static Arc<dyn Bac
 /// # Safety
 /// The text is readable for the call.
 unsafe fn read_device(id: DeviceId) -> Result<Device> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let kind = unsafe { text::borrow(id.kind) }.map_err(breach)?;
     if kind == "cpu" {
         return Ok(Device::new(DeviceKind::Cpu, id.index));
@@ -232,7 +232,7 @@ unsafe fn read_device(id: DeviceId) -> Result<Device> {
 
 unsafe extern "C" fn probe(ctx: *mut c_void, backend: u32, fault: *mut Fault) -> i32 {
     guarded("it was probed", fault, || {
-        // SAFETY: INV-8 the host passes our own ctx.
+        // SAFETY: the host passes our own ctx.
         unsafe { factory(ctx, backend) }?.probe()
     })
 }
@@ -244,7 +244,7 @@ unsafe extern "C" fn capabilities(
     reply: offer::Reply,
 ) {
     quiet("its capabilities were asked for", || {
-        // SAFETY: INV-8 the host passes our own ctx, and its own reply.
+        // SAFETY: the host passes our own ctx, and its own reply.
         unsafe {
             if let Ok(factory) = factory(ctx, backend) {
                 offer::tell(&factory.capabilities(), reply_ctx, reply);
@@ -255,7 +255,7 @@ unsafe extern "C" fn capabilities(
 
 unsafe extern "C" fn library(ctx: *mut c_void, backend: u32, sink: Sink) {
     quiet("its library was asked for", || {
-        // SAFETY: INV-8 the host passes our own ctx, and its own sink.
+        // SAFETY: the host passes our own ctx, and its own sink.
         unsafe {
             if let Some(library) = factory(ctx, backend).ok().and_then(|f| f.library()) {
                 text::give(&sink, library.as_bytes());
@@ -273,7 +273,7 @@ unsafe extern "C" fn create(
     fault: *mut Fault,
 ) -> i32 {
     guarded("a group was made", fault, || {
-        // SAFETY: INV-10 the host passes our own ctx and keeps to the ABI for the rest.
+        // SAFETY: the host passes our own ctx and keeps to the ABI for the rest.
         unsafe {
             let factory = factory(ctx, backend)?;
             let device = read_device(device)?;
@@ -290,12 +290,12 @@ unsafe extern "C" fn device(
     fault: *mut Fault,
 ) -> i32 {
     guarded("a device kind was asked for", fault, || {
-        // SAFETY: INV-8 `open` gave out a static.
+        // SAFETY: `open` gave out a static.
         let opened = unsafe { ctx.cast::<Opened>().as_ref() };
         let accelerator = opened
             .and_then(|o| o.devices.get(device as usize))
             .ok_or_else(|| Error::invalid(format!("this plugin has no device kind {device}")))?;
-        // SAFETY: INV-10 the host keeps to the ABI; what is exported is static.
+        // SAFETY: the host keeps to the ABI; what is exported is static.
         unsafe { abi::write(table, &device::export(accelerator)) }.map_err(breach)
     })
 }
@@ -343,7 +343,7 @@ macro_rules! export {
         /// Called by an oxccl host, which keeps to the plugin ABI.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn oxccl_plugin_query_v1(reply: *mut $crate::abi::QueryReply) -> i32 {
-            // SAFETY: INV-10 the host's own argument.
+            // SAFETY: the host's own argument.
             unsafe { OXCCL_PLUGIN.query(reply) }
         }
 
@@ -357,7 +357,7 @@ macro_rules! export {
             plugin: *mut $crate::abi::Plugin,
             fault: *mut $crate::abi::Fault,
         ) -> i32 {
-            // SAFETY: INV-10 the host's own arguments.
+            // SAFETY: the host's own arguments.
             unsafe { OXCCL_PLUGIN.open(host, plugin, fault) }
         }
     };

@@ -16,15 +16,15 @@ struct Lent {
     release: Option<unsafe extern "C" fn(*mut c_void)>,
 }
 
-// SAFETY: INV-8 the ABI says that retain and release may be called from any thread.
+// SAFETY: the ABI says that retain and release may be called from any thread.
 unsafe impl Send for Lent {}
-// SAFETY: INV-8 as above; nothing is read through it.
+// SAFETY: as above; nothing is read through it.
 unsafe impl Sync for Lent {}
 
 impl Drop for Lent {
     fn drop(&mut self) {
         if let Some(release) = self.release {
-            // SAFETY: INV-8 gives back exactly the reference that was taken when this was made.
+            // SAFETY: gives back exactly the reference that was taken when this was made.
             unsafe { release(self.owner) }
         }
     }
@@ -57,7 +57,7 @@ pub(super) unsafe fn hold(buffer: &abi::Buffer) -> Result<Tensor> {
                 buffer.dtype
             ))
         })?;
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let dims = unsafe { text::list(buffer.shape, buffer.shape_len, "dimensions") }.map_err(breach)?;
     // Few tensors have more than eight dimensions: no allocation for the rest.
     let mut few = [0usize; 8];
@@ -88,17 +88,17 @@ pub(super) unsafe fn hold(buffer: &abi::Buffer) -> Result<Tensor> {
         )));
     }
     let ptr = NonNull::new(buffer.ptr.cast::<u8>()).ok_or_else(|| breach("a buffer at address 0".into()))?;
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let device = unsafe { read_device(buffer.device) }?;
     if let Some(retain) = buffer.retain {
-        // SAFETY: INV-8 the host's own function for its own owner.
+        // SAFETY: the host's own function for its own owner.
         unsafe { retain(buffer.owner) }
     }
     let lent = Lent {
         owner: buffer.owner,
         release: buffer.retain.and(buffer.release),
     };
-    // SAFETY: INV-8 the host lends this memory exclusively until the last reference is given back.
+    // SAFETY: the host lends this memory exclusively until the last reference is given back.
     unsafe { Tensor::from_raw(ptr, dtype, shape, None, device, Box::new(lent)) }
 }
 
@@ -133,7 +133,7 @@ unsafe fn each<T: Growing, R>(
     }
     (0..usize::try_from(count).unwrap_or(0))
         .map(|i| {
-            // SAFETY: INV-10 by the contract the array has `count` elements of `stride` bytes.
+            // SAFETY: by the contract the array has `count` elements of `stride` bytes.
             let element = unsafe { abi::read(first.byte_add(i * stride)) }.map_err(breach)?;
             take(&element)
         })
@@ -145,11 +145,11 @@ unsafe fn each<T: Growing, R>(
 /// # Safety
 /// The operation keeps to the ABI.
 pub(super) unsafe fn read(operation: *const abi::Operation) -> Result<Incoming> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let o = unsafe { abi::read(operation) }.map_err(breach)?;
-    // SAFETY: INV-10 by the contract; a stream handle is one of ours.
+    // SAFETY: by the contract; a stream handle is one of ours.
     let mut addresses = 0;
-    // SAFETY: INV-10 by the contract; a stream handle is one of ours.
+    // SAFETY: by the contract; a stream handle is one of ours.
     let (op, stream) = unsafe { (collective(&o, true, &mut addresses)?, stream(o.stream)) };
     let options = SubmitOptions {
         deadline: Some(fault::deadline(o.timeout_ms)),
@@ -166,7 +166,7 @@ pub(super) unsafe fn read(operation: *const abi::Operation) -> Result<Incoming> 
 /// # Safety
 /// `handle` is null or a stream handle that this plugin gave out and that was not given back.
 unsafe fn stream(handle: *mut c_void) -> Option<Arc<dyn Stream>> {
-    // SAFETY: INV-8 by the contract.
+    // SAFETY: by the contract.
     unsafe { handle.cast::<Arc<dyn Stream>>().as_ref() }.cloned()
 }
 
@@ -208,17 +208,17 @@ unsafe fn collective(o: &abi::Operation, batches: bool, addresses: &mut u64) -> 
         .get(o.kind as usize)
         .copied()
         .ok_or_else(|| Error::unsupported(format!("operation {} is not known to this plugin", o.kind)))?;
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let held = |b: &Buffer| {
-        // SAFETY: INV-10 by the contract.
+        // SAFETY: by the contract.
         let tensor = unsafe { hold(b) }?;
         *addresses = mix(*addresses, &tensor);
         Ok(tensor)
     };
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let mut tensors = unsafe { each(o.buffers, o.buffer_count, o.buffer_stride, "buffers", held) }?;
     let splits = |first, count| -> Result<Vec<usize>> {
-        // SAFETY: INV-10 by the contract.
+        // SAFETY: by the contract.
         let list = unsafe { text::list::<u64>(first, count, "splits") }.map_err(breach)?;
         Ok(list
             .iter()
@@ -323,9 +323,9 @@ unsafe fn collective(o: &abi::Operation, batches: bool, addresses: &mut u64) -> 
             wait_all: o.wait_all != 0,
         },
         OpKind::Batch if batches => {
-            // SAFETY: INV-10 by the contract.
+            // SAFETY: by the contract.
             let read = |child: &abi::Operation| unsafe { collective(child, false, addresses) };
-            // SAFETY: INV-10 by the contract.
+            // SAFETY: by the contract.
             let ops = unsafe {
                 each(
                     o.children,

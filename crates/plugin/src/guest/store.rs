@@ -13,15 +13,15 @@ use crate::text::{self, Collected};
 /// The host's table, with one reference held.
 struct HostStore(abi::Store);
 
-// SAFETY: INV-8 the ABI says that any thread may call the store's functions.
+// SAFETY: the ABI says that any thread may call the store's functions.
 unsafe impl Send for HostStore {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for HostStore {}
 
 impl Drop for HostStore {
     fn drop(&mut self) {
         if let Some(release) = self.0.release {
-            // SAFETY: INV-8 gives back the reference taken in `hold`.
+            // SAFETY: gives back the reference taken in `hold`.
             unsafe { release(self.0.ctx) }
         }
     }
@@ -32,10 +32,10 @@ impl Drop for HostStore {
 /// # Safety
 /// `store` keeps to the ABI.
 pub(super) unsafe fn hold(store: *const abi::Store) -> Result<(Arc<dyn Store>, Cancel)> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let store = unsafe { abi::read(store) }.map_err(breach)?;
     if let Some(retain) = store.retain {
-        // SAFETY: INV-8 the host's function for the host's context.
+        // SAFETY: the host's function for the host's context.
         unsafe { retain(store.ctx) }
     }
     let store = Arc::new(HostStore(store));
@@ -46,7 +46,7 @@ pub(super) unsafe fn hold(store: *const abi::Store) -> Result<(Arc<dyn Store>, C
 impl HostStore {
     fn wanted(&self) -> Result<()> {
         match self.0.wanted {
-            // SAFETY: INV-8 the host's function; the fault lives for the call.
+            // SAFETY: the host's function; the fault lives for the call.
             Some(f) => call(|fault| unsafe { f(self.0.ctx, fault) }),
             None => Ok(()),
         }
@@ -74,7 +74,7 @@ impl Store for HostStore {
     fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
         let f = self.0.set.ok_or_else(missing)?;
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 the host's function; the arguments live for the call.
+        // SAFETY: the host's function; the arguments live for the call.
         call(|fault| unsafe { f(self.0.ctx, text::lend(key), text::lend_bytes(value), ms, fault) })
     }
 
@@ -82,7 +82,7 @@ impl Store for HostStore {
         let f = self.0.get.ok_or_else(missing)?;
         let mut value = Collected::default();
         let sink = value.sink();
-        // SAFETY: INV-8 as above; the sink's target is not moved during the call.
+        // SAFETY: as above; the sink's target is not moved during the call.
         call(|fault| unsafe {
             f(
                 self.0.ctx,
@@ -98,7 +98,7 @@ impl Store for HostStore {
     fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
         let f = self.0.add.ok_or_else(missing)?;
         let mut sum = 0;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe {
             f(
                 self.0.ctx,
@@ -118,7 +118,7 @@ impl Store for HostStore {
         let sink = value.sink();
         let ms = fault::milliseconds(deadline);
         let (expected, desired) = (text::lend_bytes(expected), text::lend_bytes(desired));
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, text::lend(key), expected, desired, ms, sink, fault) })?;
         value.one().map_err(breach)
     }
@@ -128,7 +128,7 @@ impl Store for HostStore {
         let keys = lend(keys);
         let mut all = 0;
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe {
             f(
                 self.0.ctx,
@@ -146,7 +146,7 @@ impl Store for HostStore {
         let f = self.0.wait.ok_or_else(missing)?;
         let keys = lend(keys);
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, keys.as_ptr(), keys.len() as u64, ms, fault) })
     }
 
@@ -154,7 +154,7 @@ impl Store for HostStore {
         let f = self.0.remove.ok_or_else(missing)?;
         let mut existed = 0;
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, text::lend(key), ms, &raw mut existed, fault) })?;
         Ok(existed != 0)
     }
@@ -162,7 +162,7 @@ impl Store for HostStore {
     fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
         let f = self.0.append.ok_or_else(missing)?;
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, text::lend(key), text::lend_bytes(value), ms, fault) })
     }
 
@@ -172,7 +172,7 @@ impl Store for HostStore {
         let mut values = Collected::default();
         let sink = values.sink();
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, lent.as_ptr(), lent.len() as u64, ms, sink, fault) })?;
         let values = values.finish().map_err(breach)?;
         if values.len() == keys.len() {
@@ -188,14 +188,14 @@ impl Store for HostStore {
         let values: Vec<Bytes> = pairs.iter().map(|(_, v)| text::lend_bytes(v)).collect();
         let ms = fault::milliseconds(deadline);
         let (keys_at, values_at, count) = (keys.as_ptr(), values.as_ptr(), keys.len() as u64);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, keys_at, values_at, count, ms, fault) })
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<i64> {
         let f = self.0.num_keys.ok_or_else(missing)?;
         let mut count = 0;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, fault::milliseconds(deadline), &raw mut count, fault) })?;
         Ok(count)
     }
@@ -204,7 +204,7 @@ impl Store for HostStore {
         let f = self.0.list.ok_or_else(missing)?;
         let mut keys = Collected::default();
         let sink = keys.sink();
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, fault::milliseconds(deadline), sink, fault) })?;
         let keys = keys.finish().map_err(breach)?;
         keys.into_iter()
@@ -215,7 +215,7 @@ impl Store for HostStore {
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
         let f = self.0.barrier.ok_or_else(missing)?;
         let ms = fault::milliseconds(deadline);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         call(|fault| unsafe { f(self.0.ctx, text::lend(key), world_size, ms, fault) })
     }
 }

@@ -29,16 +29,16 @@ pub(super) struct Table {
     table: DeviceTable,
 }
 
-// SAFETY: INV-8 the ABI says that the table may be used from any thread as long as the process lives.
+// SAFETY: the ABI says that the table may be used from any thread as long as the process lives.
 unsafe impl Send for Table {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Table {}
 
 type Key = (*const Library, DeviceKind);
 
 struct Tables(BTreeMap<Key, Devices>);
 
-// SAFETY: INV-8 the pointers are compared, never followed.
+// SAFETY: the pointers are compared, never followed.
 unsafe impl Send for Tables {}
 
 static TABLES: Mutex<Tables> = Mutex::new(Tables(BTreeMap::new()));
@@ -52,9 +52,9 @@ pub(super) fn table(library: &'static Library, index: u32, kind: &DeviceKind) ->
     }
     let f = library.need(library.table.device, "device kinds")?;
     let mut table = DeviceTable::empty();
-    // SAFETY: INV-10 the plugin's own function and context; the table is ours.
+    // SAFETY: the plugin's own function and context; the table is ours.
     library.call(|fault| unsafe { f(library.table.ctx, index, &raw mut table, fault) })?;
-    // SAFETY: INV-10 our own struct; `read` only believes the size.
+    // SAFETY: our own struct; `read` only believes the size.
     let table = unsafe { abi::read(&raw const table) }.map_err(|e| super::breach(&library.shown(), e))?;
     let table = &*Box::leak(Box::new(Table {
         library,
@@ -95,23 +95,23 @@ struct Allocation {
     release: Option<unsafe extern "C" fn(*mut c_void)>,
 }
 
-// SAFETY: INV-8 the ABI says that handles may be used from any thread.
+// SAFETY: the ABI says that handles may be used from any thread.
 unsafe impl Send for PluginStream {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for PluginStream {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Send for PluginEvent {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for PluginEvent {}
-// SAFETY: INV-8 as above: `release` may be called from any thread.
+// SAFETY: as above: `release` may be called from any thread.
 unsafe impl Send for Allocation {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Allocation {}
 
 impl Drop for Allocation {
     fn drop(&mut self) {
         if let Some(release) = self.release {
-            // SAFETY: INV-8 once; the tensor over this memory is gone.
+            // SAFETY: once; the tensor over this memory is gone.
             guarded((), || unsafe { release(self.owner) });
         }
     }
@@ -152,7 +152,7 @@ impl Drop for PluginStream {
         alive.remove(&(std::ptr::from_ref(self) as usize));
         drop(alive);
         if let Some(release) = self.devices.table.stream_release {
-            // SAFETY: INV-8 once, the plugin's own handle.
+            // SAFETY: once, the plugin's own handle.
             guarded((), || unsafe { release(self.devices.table.ctx, self.handle) });
         }
     }
@@ -174,7 +174,7 @@ pub(super) fn event(devices: Devices, handle: *mut c_void) -> Arc<dyn Event> {
 impl Drop for PluginEvent {
     fn drop(&mut self) {
         if let Some(release) = self.devices.table.event_release {
-            // SAFETY: INV-8 once, the plugin's own handle.
+            // SAFETY: once, the plugin's own handle.
             guarded((), || unsafe { release(self.devices.table.ctx, self.handle) });
         }
     }
@@ -189,7 +189,7 @@ impl Event for PluginEvent {
             .ok_or_else(|| self.devices.missing("event_query"))?;
         let mut done = 0;
         self.devices
-            // SAFETY: INV-8 the plugin's own function and handle.
+            // SAFETY: the plugin's own function and handle.
             .call(|ctx, fault| unsafe { f(ctx, self.handle, &raw mut done, fault) })?;
         Ok(done != 0)
     }
@@ -200,7 +200,7 @@ impl Event for PluginEvent {
             .table
             .event_synchronize
             .ok_or_else(|| self.devices.missing("event_synchronize"))?;
-        // SAFETY: INV-8 the plugin's own function and handle.
+        // SAFETY: the plugin's own function and handle.
         self.devices
             .call(|ctx, fault| unsafe { f(ctx, self.handle, fault::milliseconds(deadline), fault) })
     }
@@ -223,7 +223,7 @@ impl Stream for PluginStream {
             .ok_or_else(|| self.devices.missing("stream_record"))?;
         let mut handle = std::ptr::null_mut();
         self.devices
-            // SAFETY: INV-8 the plugin's own function and handle.
+            // SAFETY: the plugin's own function and handle.
             .call(|ctx, fault| unsafe { f(ctx, self.handle, &raw mut handle, fault) })?;
         Ok(event(self.devices, handle))
     }
@@ -242,7 +242,7 @@ impl Stream for PluginStream {
             .table
             .stream_wait
             .ok_or_else(|| self.devices.missing("stream_wait"))?;
-        // SAFETY: INV-8 the plugin's own function and handles.
+        // SAFETY: the plugin's own function and handles.
         self.devices
             .call(|ctx, fault| unsafe { f(ctx, self.handle, event.handle, fault) })
     }
@@ -255,7 +255,7 @@ impl Stream for PluginStream {
             .ok_or_else(|| self.devices.missing("stream_query"))?;
         let mut done = 0;
         self.devices
-            // SAFETY: INV-8 the plugin's own function and handle.
+            // SAFETY: the plugin's own function and handle.
             .call(|ctx, fault| unsafe { f(ctx, self.handle, &raw mut done, fault) })?;
         Ok(done != 0)
     }
@@ -266,7 +266,7 @@ impl Stream for PluginStream {
             .table
             .stream_synchronize
             .ok_or_else(|| self.devices.missing("stream_synchronize"))?;
-        // SAFETY: INV-8 the plugin's own function and handle.
+        // SAFETY: the plugin's own function and handle.
         self.devices
             .call(|ctx, fault| unsafe { f(ctx, self.handle, fault::milliseconds(deadline), fault) })
     }
@@ -291,7 +291,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn count(&self) -> u32 {
-        // SAFETY: INV-8 the plugin's own function and context.
+        // SAFETY: the plugin's own function and context.
         self.0.table.count.map_or(0, |f| unsafe { f(self.0.table.ctx) })
     }
 
@@ -299,14 +299,14 @@ impl Accelerator for PluginAccelerator {
         let f = self.0.table.current.ok_or_else(|| self.0.missing("current"))?;
         let mut index = 0;
         self.0
-            // SAFETY: INV-8 as above.
+            // SAFETY: as above.
             .call(|ctx, fault| unsafe { f(ctx, &raw mut index, fault) })?;
         Ok(index)
     }
 
     fn set(&self, index: u32) -> Result<()> {
         let f = self.0.table.set.ok_or_else(|| self.0.missing("set"))?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.0.call(|ctx, fault| unsafe { f(ctx, index, fault) })
     }
 
@@ -318,7 +318,7 @@ impl Accelerator for PluginAccelerator {
             .ok_or_else(|| self.0.missing("current_stream"))?;
         let mut handle = std::ptr::null_mut();
         self.0
-            // SAFETY: INV-8 as above.
+            // SAFETY: as above.
             .call(|ctx, fault| unsafe { f(ctx, index, &raw mut handle, fault) })?;
         Ok(new_stream(self.0, index, handle))
     }
@@ -329,7 +329,7 @@ impl Accelerator for PluginAccelerator {
             .table
             .synchronize
             .ok_or_else(|| self.0.missing("synchronize"))?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.0
             .call(|ctx, fault| unsafe { f(ctx, index, fault::milliseconds(deadline), fault) })
     }
@@ -338,7 +338,7 @@ impl Accelerator for PluginAccelerator {
         let f = self.0.table.name.ok_or_else(|| self.0.missing("name"))?;
         let mut name = Collected::default();
         let sink = name.sink();
-        // SAFETY: INV-8 as above; the sink lives for the call.
+        // SAFETY: as above; the sink lives for the call.
         self.0.call(|ctx, fault| unsafe { f(ctx, index, sink, fault) })?;
         let name = name
             .one()
@@ -354,7 +354,7 @@ impl Accelerator for PluginAccelerator {
             .ok_or_else(|| self.0.missing("new_stream"))?;
         let mut handle = std::ptr::null_mut();
         self.0
-            // SAFETY: INV-8 as above.
+            // SAFETY: as above.
             .call(|ctx, fault| unsafe { f(ctx, index, u32::from(high_priority), &raw mut handle, fault) })?;
         Ok(new_stream(self.0, index, handle))
     }
@@ -365,10 +365,10 @@ impl Accelerator for PluginAccelerator {
         let (code, at, len) = (u32::from(dtype.code()), dims.as_ptr(), dims.len() as u64);
         let mut buffer = abi::Buffer::empty();
         self.0
-            // SAFETY: INV-8 as above; the arguments live for the call.
+            // SAFETY: as above; the arguments live for the call.
             .call(|ctx, fault| unsafe { f(ctx, index, code, at, len, &raw mut buffer, fault) })?;
         let breach = |what: String| super::breach(&self.0.library.shown(), what);
-        // SAFETY: INV-10 our own struct; `read` only believes the size.
+        // SAFETY: our own struct; `read` only believes the size.
         let b = unsafe { abi::read(&raw const buffer) }.map_err(breach)?;
         let memory = Box::new(Allocation {
             owner: b.owner,
@@ -380,7 +380,7 @@ impl Accelerator for PluginAccelerator {
         if wanted.is_none_or(|w| w as u64 != b.bytes) {
             return Err(breach(format!("{} bytes for {shape:?} of {dtype}", b.bytes)));
         }
-        // SAFETY: INV-8 the plugin says that these bytes are this tensor's alone until `release`.
+        // SAFETY: the plugin says that these bytes are this tensor's alone until `release`.
         unsafe { Tensor::from_raw(ptr, dtype, shape, None, Device::new(self.kind(), index), memory) }
     }
 
@@ -388,7 +388,7 @@ impl Accelerator for PluginAccelerator {
         let f = self.0.table.copy_in.ok_or_else(|| self.0.missing("copy_in"))?;
         let handle = self.stream(stream)?;
         let (from, to) = (text::lend_bytes(from), operation::lend(to));
-        // SAFETY: INV-8 as above; both sides of the copy live for the call, and `to` is borrowed for writing.
+        // SAFETY: as above; both sides of the copy live for the call, and `to` is borrowed for writing.
         self.0
             .call(|ctx, fault| unsafe { f(ctx, from, &raw const to, handle, fault) })
     }
@@ -398,13 +398,13 @@ impl Accelerator for PluginAccelerator {
         let handle = self.stream(stream)?;
         let from = operation::lend(from);
         let (at, len) = (to.as_mut_ptr().cast::<c_void>(), to.len() as u64);
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.0
             .call(|ctx, fault| unsafe { f(ctx, &raw const from, at, len, handle, fault) })
     }
 
     fn native_fp8(&self, index: u32) -> bool {
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.0
             .table
             .native_fp8

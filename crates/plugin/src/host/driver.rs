@@ -37,9 +37,9 @@ pub(super) struct Raw {
     pub(super) _closed: Sender<()>,
 }
 
-// SAFETY: INV-8 the ABI says that a group's functions may be called from any thread.
+// SAFETY: the ABI says that a group's functions may be called from any thread.
 unsafe impl Send for Raw {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Raw {}
 
 impl Drop for Raw {
@@ -49,7 +49,7 @@ impl Drop for Raw {
             return;
         }
         if let Some(close) = self.table.close {
-            // SAFETY: INV-8 once: no other code has the table any more.
+            // SAFETY: once: no other code has the table any more.
             guarded((), || unsafe { close(self.table.ctx) });
         }
     }
@@ -58,7 +58,7 @@ impl Drop for Raw {
 impl Raw {
     pub(super) fn abort(&self, reason: &str) {
         if let Some(abort) = self.table.abort.filter(|_| !ftcore::forked::is_child()) {
-            // SAFETY: INV-10 the plugin's own function and context.
+            // SAFETY: the plugin's own function and context.
             unsafe { abort(self.table.ctx, text::lend(reason)) }
         }
     }
@@ -66,7 +66,7 @@ impl Raw {
     /// What the plugin says that the group failed with.
     pub(super) fn error(&self) -> Option<Error> {
         let f = self.table.error?;
-        // SAFETY: INV-10 the plugin's own function and context.
+        // SAFETY: the plugin's own function and context.
         self.library
             .call(|fault| unsafe { f(self.table.ctx, fault) })
             .err()
@@ -150,7 +150,7 @@ impl PluginDriver {
         let operation = *outgoing.lend(pending, call.contribute, call.timeout_ms, call.stream)?;
         let (completion, handle_of_completion) = pending.completion()?;
         let mut handle = abi::WorkHandle::empty();
-        // SAFETY: INV-10 the plugin's own function and context; INV-8 the structs live for the call, the memory in
+        // SAFETY: the plugin's own function and context; the structs live for the call, the memory in
         // `pending` until it is given back.
         let accepted = self.raw.library.call(|fault| unsafe {
             submit(
@@ -177,7 +177,7 @@ impl PluginDriver {
         let result = outgoing
             .lend(&pending, call.contribute, timeout_ms, stream)
             .and_then(|operation| {
-                // SAFETY: INV-10 and INV-8 as in `submit`.
+                // SAFETY: as in `submit`.
                 raw.library.call(|fault| unsafe {
                     execute(raw.table.ctx, &raw const *operation, &raw mut said, fault)
                 })

@@ -127,7 +127,7 @@ struct Said(Option<Result<Capabilities, String>>);
 
 pub(super) unsafe extern "C" fn take_capabilities(ctx: *mut c_void, capabilities: *const abi::Capabilities) {
     super::library::guarded((), || {
-        // SAFETY: INV-8 `ctx` is the Said of the call that is running; INV-10 the plugin keeps to the ABI.
+        // SAFETY: `ctx` is the Said of the call that is running; the plugin keeps to the ABI.
         unsafe {
             if let Some(said) = ctx.cast::<Said>().as_mut() {
                 said.0 = Some(offer::read(capabilities));
@@ -165,7 +165,7 @@ pub(super) fn capabilities(library: &Library, ask: impl FnOnce(*mut c_void)) -> 
 impl BackendFactory for PluginFactory {
     fn probe(&self) -> Result<()> {
         let f = self.library.need(self.library.table.probe, "probe")?;
-        // SAFETY: INV-10 the plugin's own function and context.
+        // SAFETY: the plugin's own function and context.
         self.library
             .call(|fault| unsafe { f(self.library.table.ctx, self.index, fault) })
     }
@@ -173,7 +173,7 @@ impl BackendFactory for PluginFactory {
     fn capabilities(&self) -> Capabilities {
         capabilities(self.library, |said| {
             if let Some(f) = self.library.table.capabilities {
-                // SAFETY: INV-10 the plugin's own function and context; `said` lives for the call.
+                // SAFETY: the plugin's own function and context; `said` lives for the call.
                 unsafe { f(self.library.table.ctx, self.index, said, Some(take_capabilities)) }
             }
         })
@@ -183,7 +183,7 @@ impl BackendFactory for PluginFactory {
         let f = self.library.table.library?;
         let mut answer = Collected::default();
         let sink = answer.sink();
-        // SAFETY: INV-10 the plugin's own function and context; the sink lives for the call.
+        // SAFETY: the plugin's own function and context; the sink lives for the call.
         unsafe { f(self.library.table.ctx, self.index, sink) };
         let words = answer.one().ok()?;
         String::from_utf8(words).ok().filter(|w| !w.is_empty())
@@ -199,7 +199,7 @@ impl BackendFactory for PluginFactory {
             reserved: 0,
         };
         offer::with_options(options, |options| {
-            // SAFETY: INV-10 the plugin's own function and context; all arguments live for the call.
+            // SAFETY: the plugin's own function and context; all arguments live for the call.
             self.library.call(|fault| unsafe {
                 f(
                     self.library.table.ctx,

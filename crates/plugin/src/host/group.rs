@@ -39,7 +39,7 @@ impl PluginGroup {
         backend: &str,
         timeout: Duration,
     ) -> Result<Self> {
-        // SAFETY: INV-10 our own struct; `read` only believes the size.
+        // SAFETY: our own struct; `read` only believes the size.
         let table = unsafe { abi::read(std::ptr::from_ref(table)) }
             .map_err(|e| super::breach(&library.shown(), e))?;
         let (holding, closed) = channel();
@@ -63,7 +63,7 @@ impl PluginGroup {
         }
         let capabilities = factory::capabilities(library, |said| {
             if let Some(f) = table.capabilities {
-                // SAFETY: INV-10 the plugin's own function and context; `said` lives for the call.
+                // SAFETY: the plugin's own function and context; `said` lives for the call.
                 unsafe { f(table.ctx, said, Some(factory::take_capabilities)) }
             }
         });
@@ -124,7 +124,7 @@ impl PluginGroup {
         c.world_size = configuration.world_size;
         c.timeout_ms = fault::milliseconds(configuration.deadline);
         raw.library
-            // SAFETY: INV-10 the plugin's own function and context; all arguments live for the call.
+            // SAFETY: the plugin's own function and context; all arguments live for the call.
             .call(|fault| unsafe { f(raw.table.ctx, &raw const c, fault) })?;
         let (rank, world, epoch) = (configuration.rank, configuration.world_size, configuration.epoch);
         self.claims(|info| {
@@ -195,7 +195,7 @@ struct Admitted {
 fn ask(raw: &Raw) -> Result<GroupInfo, String> {
     let mut answer: Answer = None;
     if let Some(info) = raw.table.info {
-        // SAFETY: INV-10 the plugin's own function and context; `answer` lives for the call.
+        // SAFETY: the plugin's own function and context; `answer` lives for the call.
         unsafe { info(raw.table.ctx, (&raw mut answer).cast(), Some(take_info)) }
     }
     answer.unwrap_or_else(|| Err("it said nothing".to_string()))
@@ -205,9 +205,9 @@ type Answer = Option<Result<GroupInfo, String>>;
 
 unsafe extern "C" fn take_info(ctx: *mut c_void, info: *const abi::Info) {
     guarded((), || {
-        // SAFETY: INV-8 `ctx` is the Answer of the call that is running.
+        // SAFETY: `ctx` is the Answer of the call that is running.
         if let Some(answer) = unsafe { ctx.cast::<Answer>().as_mut() } {
-            // SAFETY: INV-10 the plugin keeps to the ABI: readable for the call.
+            // SAFETY: the plugin keeps to the ABI: readable for the call.
             *answer = Some(unsafe { read_info(info) });
         }
     });
@@ -216,9 +216,9 @@ unsafe extern "C" fn take_info(ctx: *mut c_void, info: *const abi::Info) {
 /// # Safety
 /// The struct keeps to the ABI.
 unsafe fn read_info(info: *const abi::Info) -> Result<GroupInfo, String> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let i = unsafe { abi::read(info) }?;
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let (backend, name, kind) = unsafe {
         (
             text::read(i.backend)?,
@@ -295,7 +295,7 @@ impl ProcessGroup for PluginGroup {
             fault::milliseconds(deadline),
         );
         raw.library
-            // SAFETY: INV-10 the plugin's own function and context; all arguments live for the call.
+            // SAFETY: the plugin's own function and context; all arguments live for the call.
             .call(|fault| unsafe {
                 f(
                     raw.table.ctx,
@@ -362,7 +362,7 @@ impl ProcessGroup for PluginGroup {
         let raw = &*self.raw;
         let drained = self.lifecycle.shutdown(deadline);
         let f = raw.library.need(raw.table.shutdown, "shutdown")?;
-        // SAFETY: INV-10 the plugin's own function and context.
+        // SAFETY: the plugin's own function and context.
         let ended =
             (raw.library).call(|fault| unsafe { f(raw.table.ctx, fault::milliseconds(deadline), fault) });
         drained.and(ended)
@@ -371,7 +371,7 @@ impl ProcessGroup for PluginGroup {
     fn traffic(&self) -> Traffic {
         let mut t = abi::Traffic::empty();
         if let Some(f) = self.raw.table.traffic {
-            // SAFETY: INV-10 the plugin's own function and context; the struct is ours.
+            // SAFETY: the plugin's own function and context; the struct is ours.
             unsafe { f(self.raw.table.ctx, &raw mut t) }
         }
         Traffic {

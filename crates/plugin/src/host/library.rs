@@ -34,9 +34,9 @@ pub(super) struct Library {
     _dylib: ManuallyDrop<Dylib>,
 }
 
-// SAFETY: INV-8 the ABI says that the table may be used from any thread as long as the process lives.
+// SAFETY: the ABI says that the table may be used from any thread as long as the process lives.
 unsafe impl Send for Library {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Library {}
 
 /// What a query said.
@@ -74,7 +74,7 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, Unavailable> {
 
 fn open_new(path: &Path) -> Result<Library, Unavailable> {
     let shown = path.display().to_string();
-    // SAFETY: INV-10 the user named this file, and a child process has opened it without a crash (or the caller takes the
+    // SAFETY: the user named this file, and a child process has opened it without a crash (or the caller takes the
     // risk, see `open_trusted`). RTLD_LOCAL: its symbols stay its own.
     let dylib = unsafe { Dylib::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
     let dylib = dylib.map_err(|e| Unavailable::LibraryNotLoadable {
@@ -87,11 +87,11 @@ fn open_new(path: &Path) -> Result<Library, Unavailable> {
         library: shown.clone(),
         symbol: symbol.to_string(),
     };
-    // SAFETY: INV-10 the name says the type: it is the version's own.
+    // SAFETY: the name says the type: it is the version's own.
     let query = unsafe { dylib.get::<QueryFn>(abi::QUERY.as_bytes()) };
     let query = *query.map_err(|_| missing(abi::QUERY))?;
     let stated = ask(query).map_err(|e| e.of(&shown))?;
-    // SAFETY: INV-10 as above.
+    // SAFETY: as above.
     let start = unsafe { dylib.get::<OpenFn>(abi::OPEN.as_bytes()) };
     let start = *start.map_err(|_| missing(abi::OPEN))?;
     let table = begin(start, &stated, &shown)?;
@@ -144,14 +144,14 @@ fn ask(query: QueryFn) -> Result<Stated, Wrong> {
     // More room than any version of the reply needs: one that writes beyond the size it was told does no harm.
     let mut room = vec![0u64; (abi::LARGEST / 8) as usize];
     let reply: *mut QueryReply = room.as_mut_ptr().cast();
-    // SAFETY: INV-10 `room` is larger than QueryReply and aligned for it.
+    // SAFETY: `room` is larger than QueryReply and aligned for it.
     unsafe { reply.write(QueryReply::empty()) };
-    // SAFETY: INV-10 the function's type is the one that the name stands for.
+    // SAFETY: the function's type is the one that the name stands for.
     let status = unsafe { query(reply) };
     if status != OK {
         return Err(Wrong::Garbage(format!("its query failed with {status}")));
     }
-    // SAFETY: INV-10 our own memory, larger than whatever a believable size says.
+    // SAFETY: our own memory, larger than whatever a believable size says.
     let r = unsafe { abi::read(reply) }.map_err(Wrong::Garbage)?;
     if r.magic != abi::MAGIC {
         return Err(Wrong::Garbage(format!("its magic number is {:#018x}", r.magic)));
@@ -179,7 +179,7 @@ fn ask(query: QueryFn) -> Result<Stated, Wrong> {
             r.backend_count, r.device_count
         )));
     }
-    // SAFETY: INV-10 a plugin with this magic and version keeps to the ABI; a child has tried that it does not crash.
+    // SAFETY: a plugin with this magic and version keeps to the ABI; a child has tried that it does not crash.
     unsafe { lists(&r) }.map_err(Wrong::Garbage)
 }
 
@@ -187,11 +187,11 @@ fn ask(query: QueryFn) -> Result<Stated, Wrong> {
 /// The reply's pointers keep to the ABI.
 unsafe fn lists(r: &QueryReply) -> Result<Stated, String> {
     let kind = |text: String| text.parse::<DeviceKind>().map_err(|e| e.to_string());
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let entries = unsafe { text::list(r.backends, u64::from(r.backend_count), "backends") }?;
     let mut backends = Vec::with_capacity(entries.len());
     for entry in entries {
-        // SAFETY: INV-10 by the contract.
+        // SAFETY: by the contract.
         let (name, device) = unsafe {
             let entry = abi::read(*entry)?;
             (text::read(entry.name)?, kind(text::read(entry.device)?)?)
@@ -203,7 +203,7 @@ unsafe fn lists(r: &QueryReply) -> Result<Stated, String> {
     }
     // They stand in log lines, errors and lists.
     let printable = |text: String| one_line(&text, LONGEST).into_owned();
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let (name, version, devices) = unsafe {
         (
             printable(text::read(r.name)?),
@@ -235,7 +235,7 @@ fn begin(start: OpenFn, stated: &Stated, shown: &str) -> Result<abi::Plugin, Una
     let host = Box::leak(Box::new(host));
     let mut table = abi::Plugin::empty();
     let mut fault = Fault::empty();
-    // SAFETY: INV-10 the function's type is the one that the name stands for; all arguments are ours.
+    // SAFETY: the function's type is the one that the name stands for; all arguments are ours.
     let status = unsafe { start(&raw const *host, &raw mut table, &raw mut fault) };
     fault::check(status, &fault, shown).map_err(|e| {
         Unavailable::of(&e).cloned().unwrap_or(Unavailable::InitFailed {
@@ -247,7 +247,7 @@ fn begin(start: OpenFn, stated: &Stated, shown: &str) -> Result<abi::Plugin, Una
         library: shown.to_string(),
         text,
     };
-    // SAFETY: INV-10 our own struct; `read` only believes the size.
+    // SAFETY: our own struct; `read` only believes the size.
     let table = unsafe { abi::read(&raw const table) }.map_err(garbage)?;
     let lacks = if table.probe.is_none() || table.capabilities.is_none() || table.create.is_none() {
         Some("its table lacks probe, capabilities or create")
@@ -276,7 +276,7 @@ const LONGEST_LOGGED: usize = 4096;
 
 unsafe extern "C" fn log(ctx: *mut c_void, level: u32, target: Str, words: Str) {
     guarded((), || {
-        // SAFETY: INV-8 `ctx` is the leaked name; INV-10 the texts are readable for the call.
+        // SAFETY: `ctx` is the leaked name; the texts are readable for the call.
         let (plugin, target, words) = unsafe {
             let plugin = ctx.cast::<String>().as_ref().map_or("?", String::as_str);
             (plugin, text::read(target), text::read(words))

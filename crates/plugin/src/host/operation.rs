@@ -56,7 +56,7 @@ struct State {
     handle: Option<abi::WorkHandle>,
 }
 
-// SAFETY: INV-8 the work handle's functions may be called from any thread, says the ABI; the rest is Send.
+// SAFETY: the work handle's functions may be called from any thread, says the ABI; the rest is Send.
 unsafe impl Send for State {}
 
 impl Pending {
@@ -242,7 +242,7 @@ impl Pending {
         };
         match abort {
             Some((ctx, abort)) => {
-                // SAFETY: INV-8 the plugin's own function; the handle is not closed while `self` is borrowed.
+                // SAFETY: the plugin's own function; the handle is not closed while `self` is borrowed.
                 unsafe { abort(ctx, text::lend(reason)) }
                 true
             }
@@ -257,7 +257,7 @@ impl Pending {
             (state.handle, state.running.is_some())
         };
         if let (true, Some((ctx, poll))) = (running, handle.and_then(|h| Some((h.ctx, h.poll?)))) {
-            // SAFETY: INV-8 the plugin's own function; a polled operation completes on this thread only.
+            // SAFETY: the plugin's own function; a polled operation completes on this thread only.
             unsafe { poll(ctx) }
         }
         self.lock().running.is_some()
@@ -268,7 +268,7 @@ impl Drop for Pending {
     fn drop(&mut self) {
         let handle = self.lock().handle.take();
         if let Some((handle, close)) = handle.and_then(|h| Some((h, h.close?))) {
-            // SAFETY: INV-8 once, and no other code has a reference to `self` any more.
+            // SAFETY: once, and no other code has a reference to `self` any more.
             guarded((), || unsafe { close(handle.ctx) });
         }
     }
@@ -287,7 +287,7 @@ unsafe extern "C" fn complete(ctx: *mut c_void, outcome: *const abi::Outcome) {
         let Some((pending, _)) = COMPLETIONS.end(handle) else {
             return COMPLETIONS.misused(handle, "called complete");
         };
-        // SAFETY: INV-10 the outcome and its fault are readable for the call.
+        // SAFETY: the outcome and its fault are readable for the call.
         let said = unsafe { read_outcome(outcome, &pending.library.name) };
         let Some((Some(ticket), tensors)) = pending.end() else {
             return;
@@ -308,12 +308,12 @@ unsafe extern "C" fn complete(ctx: *mut c_void, outcome: *const abi::Outcome) {
 /// # Safety
 /// The outcome keeps to the ABI.
 unsafe fn read_outcome(outcome: *const abi::Outcome, plugin: &str) -> Result<abi::Outcome> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let o = unsafe { abi::read(outcome) }.map_err(|e| super::breach(plugin, e))?;
     if o.status == abi::OK {
         return Ok(o);
     }
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     let fault = unsafe { abi::read(o.fault) }.map_err(|e| super::breach(plugin, e))?;
     fault::check(FAILED, &fault, plugin).map(|()| o)
 }

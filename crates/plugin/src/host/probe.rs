@@ -54,13 +54,13 @@ pub(super) fn limit() -> Result<Duration> {
 
 #[used]
 #[unsafe(link_section = ".init_array")]
-// SAFETY: INV-12 glibc calls it once before `main`; without the variable it only reads the environment.
+// SAFETY: glibc calls it once before `main`; without the variable it only reads the environment.
 static CONSTRUCTOR: extern "C" fn() = {
     extern "C" fn before_main() {
         library::guarded((), || {
             if let Some(path) = std::env::var_os(ENV_PROBE) {
                 // A plugin that has this constructor too must not start over, nor must what it starts.
-                // SAFETY: INV-12 before `main`: this is the only thread.
+                // SAFETY: before `main`: this is the only thread.
                 unsafe { std::env::remove_var(ENV_PROBE) };
                 std::process::exit(child(Path::new(&path)));
             }

@@ -90,7 +90,7 @@ unsafe fn call(ctx: *mut c_void, fault: *mut Fault, run: impl FnOnce(&dyn Store)
             Some(shared) => run(&*shared.store),
             None => Err(wrong("a ctx of which it holds no reference".to_string())),
         };
-        // SAFETY: INV-10 by the contract.
+        // SAFETY: by the contract.
         unsafe { fault::answer(result, fault) }
     })
 }
@@ -102,21 +102,21 @@ fn wrong(what: String) -> Error {
 /// # Safety
 /// Readable for the call.
 unsafe fn key(key: Str) -> Result<String> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     unsafe { text::read(key) }.map_err(wrong)
 }
 
 /// # Safety
 /// Readable for the call.
 unsafe fn bytes<'a>(bytes: Bytes) -> Result<&'a [u8]> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     unsafe { text::read_bytes(bytes) }.map_err(wrong)
 }
 
 /// # Safety
 /// Readable for the call.
 unsafe fn keys(first: *const Str, count: u64) -> Result<Vec<String>> {
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     unsafe { text::texts(first, count, "keys") }.map_err(wrong)
 }
 
@@ -130,13 +130,13 @@ unsafe fn put<T>(to: *mut T, value: T) -> Result<()> {
     if to.is_null() {
         return Err(wrong("no place for the answer".into()));
     }
-    // SAFETY: INV-10 by the contract.
+    // SAFETY: by the contract.
     unsafe { to.write(value) };
     Ok(())
 }
 
 unsafe extern "C" fn set(ctx: *mut c_void, k: Str, value: Bytes, timeout_ms: i64, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             s.set(&key(k)?, bytes(value)?, fault::deadline(timeout_ms))
@@ -145,7 +145,7 @@ unsafe extern "C" fn set(ctx: *mut c_void, k: Str, value: Bytes, timeout_ms: i64
 }
 
 unsafe extern "C" fn get(ctx: *mut c_void, k: Str, timeout_ms: i64, value: Sink, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             text::give(&value, &s.get(&key(k)?, fault::deadline(timeout_ms))?);
@@ -162,7 +162,7 @@ unsafe extern "C" fn add(
     result: *mut i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             put(result, s.add(&key(k)?, amount, fault::deadline(timeout_ms))?)
@@ -179,7 +179,7 @@ unsafe extern "C" fn compare_set(
     value: Sink,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             let deadline = fault::deadline(timeout_ms);
@@ -198,7 +198,7 @@ unsafe extern "C" fn check(
     result: *mut u32,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             let keys = keys(first, count)?;
@@ -215,7 +215,7 @@ unsafe extern "C" fn wait(
     timeout_ms: i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             let keys = keys(first, count)?;
@@ -231,7 +231,7 @@ unsafe extern "C" fn remove(
     result: *mut u32,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             let existed = s.delete(&key(k)?, fault::deadline(timeout_ms))?;
@@ -247,7 +247,7 @@ unsafe extern "C" fn append(
     timeout_ms: i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             s.append(&key(k)?, bytes(value)?, fault::deadline(timeout_ms))
@@ -263,7 +263,7 @@ unsafe extern "C" fn multi_get(
     values: Sink,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             let keys = keys(first, count)?;
@@ -283,7 +283,7 @@ unsafe extern "C" fn multi_set(
     timeout_ms: i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             let keys = keys(first, count)?;
@@ -299,7 +299,7 @@ unsafe extern "C" fn multi_set(
 }
 
 unsafe extern "C" fn num_keys(ctx: *mut c_void, timeout_ms: i64, result: *mut i64, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             put(result, s.num_keys(fault::deadline(timeout_ms))?)
@@ -308,7 +308,7 @@ unsafe extern "C" fn num_keys(ctx: *mut c_void, timeout_ms: i64, result: *mut i6
 }
 
 unsafe extern "C" fn list(ctx: *mut c_void, timeout_ms: i64, sink: Sink, fault: *mut Fault) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             for key in s.list(fault::deadline(timeout_ms))? {
@@ -326,7 +326,7 @@ unsafe extern "C" fn barrier(
     timeout_ms: i64,
     fault: *mut Fault,
 ) -> i32 {
-    // SAFETY: INV-10 the plugin keeps to the ABI.
+    // SAFETY: the plugin keeps to the ABI.
     unsafe {
         call(ctx, fault, |s| {
             s.barrier(&key(k)?, world_size, fault::deadline(timeout_ms))
@@ -340,7 +340,7 @@ unsafe extern "C" fn wanted(ctx: *mut c_void, fault: *mut Fault) -> i32 {
             Some(shared) => shared.cancel.check(),
             None => Err(wrong("a ctx of which it holds no reference".to_string())),
         };
-        // SAFETY: INV-10 the plugin keeps to the ABI.
+        // SAFETY: the plugin keeps to the ABI.
         unsafe { fault::answer(wanted, fault) }
     })
 }

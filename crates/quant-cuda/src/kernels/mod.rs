@@ -66,7 +66,7 @@ impl Kernels {
         let nvrtc = nvrtc::get()?;
         let code = nvrtc.compile(SOURCE, &format!("sm_{major}{minor}"))?;
         tracing::debug!(device = index, bytes = code.len(), compiler = %nvrtc.describe(), "kernels for quantising were compiled");
-        // SAFETY: INV-12 compiled for this device just now.
+        // SAFETY: compiled for this device just now.
         let program = unsafe { CudaProgram::load(index, &code, &NAMES) }?;
         let odd = program.alloc(DType::I32, 1)?;
         let kernels = Arc::new(Self {
@@ -171,7 +171,7 @@ impl Kernels {
     /// Launches a kernel and waits for it. The words are addresses of tensors that the callers here borrow, and counts that were checked to
     /// fit them.
     fn run(&self, kernel: &str, threads: usize, words: &mut [u64]) -> Result<()> {
-        // SAFETY: INV-8 each call above gives the words of its kernel in `quantise.cu`, for memory that it borrows until `finish`.
+        // SAFETY: each call above gives the words of its kernel in `quantise.cu`, for memory that it borrows until `finish`.
         let launched = unsafe { self.program.launch(kernel, threads.max(1), words) };
         self.program.finish().and(launched)
     }

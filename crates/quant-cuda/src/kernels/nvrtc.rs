@@ -25,7 +25,7 @@ macro_rules! table {
         struct Table { $($f: unsafe extern "C" fn($($a),*) -> c_int,)* }
         impl Table {
             fn load(library: &libloading::Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: INV-12 the signatures are those of NVRTC's public documentation for these names.
+                // SAFETY: the signatures are those of NVRTC's public documentation for these names.
                 Ok(Self { $($f: *unsafe { library.get(concat!($s, "\0").as_bytes()) }.map_err(|_| $s)?,)* })
             }
         }
@@ -111,7 +111,7 @@ impl Nvrtc {
     fn open(path: &Path) -> std::result::Result<Self, String> {
         let shown = path.display().to_string();
         let load = |path: &Path| {
-            // SAFETY: INV-12 loading runs the library's initialisers; the path is the user's own choice or NVIDIA's package.
+            // SAFETY: loading runs the library's initialisers; the path is the user's own choice or NVIDIA's package.
             unsafe { libloading::Library::new(path) }
         };
         // It opens its headers by name alone, so they must be there already where the loader does not look.
@@ -125,7 +125,7 @@ impl Nvrtc {
         std::mem::forget(library);
         let table = table?;
         let mut version = (0, 0);
-        // SAFETY: INV-12 writes two ints.
+        // SAFETY: writes two ints into the variable that this call borrows.
         unsafe { (table.version)(&raw mut version.0, &raw mut version.1) };
         Ok(Self {
             table,
@@ -153,21 +153,21 @@ impl Nvrtc {
         let options = options.each_ref().map(|o| o.as_ptr());
         let mut program: Program = ptr::null_mut();
         let none = ptr::null();
-        // SAFETY: INV-12 reads two texts that end with a zero and writes one handle.
+        // SAFETY: reads two texts that end with a zero and writes one handle.
         let code =
             unsafe { (self.table.create)(&raw mut program, source.as_ptr(), file.as_ptr(), 0, none, none) };
         if code != 0 {
             return Err(self.failed("nvrtcCreateProgram", code, ""));
         }
         let compiled = self.compiled(program, &options, architecture);
-        // SAFETY: INV-12 made above, destroyed once.
+        // SAFETY: made above, destroyed once.
         unsafe { (self.table.destroy)(&raw mut program) };
         compiled
     }
 
     fn compiled(&self, program: Program, options: &[*const c_char], architecture: &str) -> Result<Vec<u8>> {
         let count = c_int::try_from(options.len()).unwrap_or(0);
-        // SAFETY: INV-12 the program is alive; reads that many texts.
+        // SAFETY: the program is alive; reads that many texts.
         let code = unsafe { (self.table.compile)(program, count, options.as_ptr()) };
         if code == INVALID_OPTION {
             return Err(Error::unsupported(format!(
@@ -180,13 +180,13 @@ impl Nvrtc {
             return Err(self.failed("nvrtcCompileProgram", code, &self.log(program)));
         }
         let mut size = 0;
-        // SAFETY: INV-12 writes one size.
+        // SAFETY: writes one size into the variable that this call borrows.
         let code = unsafe { (self.table.cubin_size)(program, &raw mut size) };
         if code != 0 {
             return Err(self.failed("nvrtcGetCUBINSize", code, ""));
         }
         let mut image = vec![0u8; size];
-        // SAFETY: INV-12 writes as many bytes as it said.
+        // SAFETY: writes as many bytes as it said.
         let code = unsafe { (self.table.cubin)(program, image.as_mut_ptr().cast()) };
         match code {
             0 => Ok(image),
@@ -197,12 +197,12 @@ impl Nvrtc {
     /// What the compiler said.
     fn log(&self, program: Program) -> String {
         let mut size = 0;
-        // SAFETY: INV-12 writes one size.
+        // SAFETY: writes one size into the variable that this call borrows.
         if unsafe { (self.table.log_size)(program, &raw mut size) } != 0 || size == 0 {
             return String::new();
         }
         let mut log = vec![0u8; size];
-        // SAFETY: INV-12 writes as many bytes as it said, the last of them zero.
+        // SAFETY: writes as many bytes as it said, the last of them zero.
         unsafe { (self.table.log)(program, log.as_mut_ptr().cast()) };
         let log = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy);
         log.map(|l| l.trim().to_string()).unwrap_or_default()

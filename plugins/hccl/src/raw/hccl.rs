@@ -169,7 +169,7 @@ impl Hccl {
             version: 0,
             version_text: None,
         };
-        // SAFETY: INV-8 a pointer to a live int.
+        // SAFETY: a pointer to a live int.
         let code = unsafe { (hccl.table.hcclGetVersion)(&raw mut hccl.version) };
         hccl.check("hcclGetVersion", code)?;
         if hccl.version < LEAST_VERSION {
@@ -182,7 +182,7 @@ impl Hccl {
         }
         if let Some(function) = hccl.table.hcclGetVersionString {
             let mut buffer = [0u8; 256];
-            // SAFETY: INV-8 the buffer has the size given, its last byte stays zero.
+            // SAFETY: the buffer has the size given, its last byte stays zero.
             let code = unsafe { function(buffer.as_mut_ptr().cast(), buffer.len() as c_uint - 1) };
             hccl.version_text = CStr::from_bytes_until_nul(&buffer)
                 .ok()
@@ -211,7 +211,7 @@ impl Hccl {
         if pointer.is_null() {
             return None;
         }
-        // SAFETY: INV-8 the header says that these are null-terminated and belong to the library.
+        // SAFETY: the header says that these are null-terminated and belong to the library.
         let text = unsafe { CStr::from_ptr(pointer) }
             .to_string_lossy()
             .trim()
@@ -220,7 +220,7 @@ impl Hccl {
     }
 
     fn words(&self, code: Code, detail: Option<String>) -> String {
-        // SAFETY: INV-8 takes a number.
+        // SAFETY: takes a number.
         let name = Self::text(unsafe { (self.table.hcclGetErrorString)(code) })
             .unwrap_or_else(|| "no description".to_string());
         detail.map_or(name.clone(), |d| format!("{name}: {d}"))
@@ -238,7 +238,7 @@ impl Hccl {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: INV-8 no arguments; the text is this thread's.
+        // SAFETY: no arguments; the text is this thread's.
         let detail = self
             .table
             .hcclGetLastErrorMessage
@@ -256,7 +256,7 @@ impl Hccl {
             internal: [0; ID_BYTES],
             length: 0,
         };
-        // SAFETY: INV-8 a pointer to a live id.
+        // SAFETY: a pointer to a live id.
         let code = unsafe { (self.table.hcclGetUniqueId)(&raw mut id) };
         self.check("hcclGetUniqueId", code).map(|()| id)
     }
@@ -264,7 +264,7 @@ impl Hccl {
     /// Makes a communicator; blocks until all ranks are there, possibly for ever.
     pub(crate) fn init_rank(&self, id: UniqueId, world: u32, rank: u32) -> Result<CommHandle> {
         let mut comm: *mut c_void = std::ptr::null_mut();
-        // SAFETY: INV-8 a pointer to a live handle; the id is passed by value as in the header.
+        // SAFETY: a pointer to a live handle; the id is passed by value as in the header.
         let code = unsafe { (self.table.hcclCommInitRank)(&raw mut comm, world as c_int, id, rank as c_int) };
         self.check("hcclCommInitRank", code)?;
         if comm.is_null() {
@@ -275,10 +275,10 @@ impl Hccl {
         }
         let comm = CommHandle(comm as usize);
         let (mut count, mut own) = (0, 0);
-        // SAFETY: INV-8 a live communicator and pointers to live ints.
+        // SAFETY: a live communicator and pointers to live ints.
         let code = unsafe { (self.table.hcclCommCount)(comm.pointer(), &raw mut count) };
         self.check("hcclCommCount", code)?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         let code = unsafe { (self.table.hcclCommUserRank)(comm.pointer(), &raw mut own) };
         self.check("hcclCommUserRank", code)?;
         if (i64::from(count), i64::from(own)) != (i64::from(world), i64::from(rank)) {
@@ -293,10 +293,10 @@ impl Hccl {
     /// Ends a communicator in good order. May block until its work is done.
     pub(crate) fn destroy(&self, comm: CommHandle) -> Result<()> {
         if let Some(finalize) = self.table.hcclCommFinalize {
-            // SAFETY: INV-8 a live communicator.
+            // SAFETY: a live communicator.
             self.check("hcclCommFinalize", unsafe { finalize(comm.pointer()) })?;
         }
-        // SAFETY: INV-8 a live communicator, used here for the last time.
+        // SAFETY: a live communicator, used here for the last time.
         self.check("hcclCommDestroy", unsafe {
             (self.table.hcclCommDestroy)(comm.pointer())
         })
@@ -304,7 +304,7 @@ impl Hccl {
 
     /// Ends a communicator and what is running on it. May block for ever: call it from a thread that can be given up.
     pub(crate) fn abort(&self, comm: CommHandle) -> Result<()> {
-        // SAFETY: INV-8 a live communicator, used here for the last time.
+        // SAFETY: a live communicator, used here for the last time.
         self.check("hcclCommAbort", unsafe {
             (self.table.hcclCommAbort)(comm.pointer())
         })
@@ -313,7 +313,7 @@ impl Hccl {
     /// The communicator's asynchronous error, if it has one.
     pub(crate) fn async_error(&self, comm: CommHandle) -> Option<Error> {
         let mut error = SUCCESS;
-        // SAFETY: INV-8 a live communicator and a pointer to a live int.
+        // SAFETY: a live communicator and a pointer to a live int.
         let code = unsafe { (self.table.hcclCommGetAsyncError)(comm.pointer(), &raw mut error) };
         if let Err(e) = self.check("hcclCommGetAsyncError", code) {
             return Some(e);
@@ -324,7 +324,7 @@ impl Hccl {
         let detail = self
             .table
             .hcclCommGetAsyncErrorMessage
-            // SAFETY: INV-8 a live communicator.
+            // SAFETY: a live communicator.
             .and_then(|f| Self::text(unsafe { f(comm.pointer()) }));
         let text = format!(
             "the communicator reports an asynchronous error: {}",
@@ -336,7 +336,7 @@ impl Hccl {
     /// Enqueues an all-reduce in place.
     pub(crate) fn all_reduce(&self, to: Target, data: Span, op: ReduceOp) -> Result<()> {
         let (dtype, op) = (dtype_code(data.dtype)?, reduction_code(op)?);
-        // SAFETY: INV-8 the engine keeps the span alive until the stream has passed it.
+        // SAFETY: the engine keeps the span alive until the stream has passed it.
         self.check("hcclAllReduce", unsafe {
             (self.table.hcclAllReduce)(
                 data.pointer(),
@@ -361,7 +361,7 @@ impl Hccl {
     ) -> Result<()> {
         let (dtype, op) = (dtype_code(data.dtype)?, reduction_code(op)?);
         let result = result.map_or(std::ptr::null_mut(), Span::pointer);
-        // SAFETY: INV-8 as above; a null result off the root is what the header allows.
+        // SAFETY: as above; a null result off the root is what the header allows.
         self.check("hcclReduce", unsafe {
             (self.table.hcclReduce)(
                 data.pointer(),
@@ -379,7 +379,7 @@ impl Hccl {
     /// Enqueues a broadcast in place.
     pub(crate) fn broadcast(&self, to: Target, data: Span, root: u32) -> Result<()> {
         let dtype = dtype_code(data.dtype)?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.check("hcclBroadcast", unsafe {
             (self.table.hcclBroadcast)(
                 data.pointer(),
@@ -396,7 +396,7 @@ impl Hccl {
     /// Enqueues a reduce-scatter of `input` (world times `output`).
     pub(crate) fn reduce_scatter(&self, to: Target, input: Span, output: Span, op: ReduceOp) -> Result<()> {
         let (dtype, op) = (dtype_code(input.dtype)?, reduction_code(op)?);
-        // SAFETY: INV-8 as above; the sizes were validated before.
+        // SAFETY: as above; the sizes were validated before.
         self.check("hcclReduceScatter", unsafe {
             (self.table.hcclReduceScatter)(
                 input.pointer(),
@@ -413,7 +413,7 @@ impl Hccl {
     /// Enqueues an all-gather of `input` into `output` (world times `input`).
     pub(crate) fn all_gather(&self, to: Target, input: Span, output: Span) -> Result<()> {
         let dtype = dtype_code(input.dtype)?;
-        // SAFETY: INV-8 as above; the sizes were validated before.
+        // SAFETY: as above; the sizes were validated before.
         self.check("hcclAllGather", unsafe {
             (self.table.hcclAllGather)(
                 input.pointer(),
@@ -429,7 +429,7 @@ impl Hccl {
     /// Enqueues an even all-to-all of two buffers of one size. The library counts whole buffers.
     pub(crate) fn all_to_all(&self, to: Target, input: Span, output: Span) -> Result<()> {
         let dtype = dtype_code(input.dtype)?;
-        // SAFETY: INV-8 as above; the sizes were validated before.
+        // SAFETY: as above; the sizes were validated before.
         self.check("hcclAlltoAll", unsafe {
             (self.table.hcclAlltoAll)(
                 input.pointer(),
@@ -445,7 +445,7 @@ impl Hccl {
     /// Enqueues a send.
     pub(crate) fn send(&self, to: Target, data: Span, peer: u32) -> Result<()> {
         let dtype = dtype_code(data.dtype)?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.check("hcclSend", unsafe {
             (self.table.hcclSend)(
                 data.pointer(),
@@ -461,7 +461,7 @@ impl Hccl {
     /// Enqueues a receive.
     pub(crate) fn receive(&self, to: Target, data: Span, peer: u32) -> Result<()> {
         let dtype = dtype_code(data.dtype)?;
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         self.check("hcclRecv", unsafe {
             (self.table.hcclRecv)(
                 data.pointer(),
@@ -476,10 +476,10 @@ impl Hccl {
 
     /// Runs `calls` as one group, which is closed whatever happens in it; the first error counts.
     pub(crate) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
-        // SAFETY: INV-8 no arguments; groups belong to the calling thread.
+        // SAFETY: no arguments; groups belong to the calling thread.
         self.check("hcclGroupStart", unsafe { (self.table.hcclGroupStart)() })?;
         let called = calls();
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         let ended = self.check("hcclGroupEnd", unsafe { (self.table.hcclGroupEnd)() });
         called.and(ended)
     }

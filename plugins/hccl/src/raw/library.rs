@@ -30,7 +30,7 @@ impl Opened {
     /// # Safety
     /// `F` is the type of the C function of that name.
     pub(crate) unsafe fn required<F: Copy>(&self, name: &str) -> Result<F> {
-        // SAFETY: INV-8 forwarded to the caller.
+        // SAFETY: forwarded to the caller.
         unsafe { self.optional(name) }.ok_or_else(|| {
             Unavailable::SymbolMissing {
                 library: self.path.display().to_string(),
@@ -46,7 +46,7 @@ impl Opened {
     /// As for [`required`](Self::required).
     pub(crate) unsafe fn optional<F: Copy>(&self, name: &str) -> Option<F> {
         let symbol = std::ffi::CString::new(name).ok()?;
-        // SAFETY: INV-8 the caller says that F is its type.
+        // SAFETY: the caller says that F is its type.
         unsafe { self.library.get::<F>(symbol.as_bytes_with_nul()) }
             .ok()
             .map(|f| *f)
@@ -54,7 +54,7 @@ impl Opened {
 }
 
 fn open_file(path: &Path) -> std::result::Result<Opened, String> {
-    // SAFETY: INV-8 loading runs the library's initialisers; the user named it or installed it as the vendor's.
+    // SAFETY: loading runs the library's initialisers; the user named it or installed it as the vendor's.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
     library
         .map(|library| Opened {

@@ -39,7 +39,7 @@ pub(crate) fn tensor(runtime: &'static Runtime, dtype: DType, shape: &[usize]) -
         .ok()
         .and_then(|a| NonNull::new(a as *mut u8))
         .ok_or_else(|| Error::invalid("the driver's address does not fit a pointer"))?;
-    // SAFETY: INV-8 the allocation is ours alone, large enough, aligned to 128 bytes, and lives as long as its owner; it
+    // SAFETY: the allocation is ours alone, large enough, aligned to 128 bytes, and lives as long as its owner; it
     // is never dereferenced on the host since its device is not the CPU.
     unsafe { Tensor::from_raw(pointer, dtype, shape, None, DEVICE, Box::new(owner)) }
 }

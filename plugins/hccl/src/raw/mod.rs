@@ -32,10 +32,10 @@ macro_rules! functions {
             /// Looks all functions up in `library`; a required one that is missing is named.
             fn load(library: &$crate::raw::library::Opened) -> $crate::ftcore::Result<Self> {
                 Ok(Self {
-                    // SAFETY: INV-8 the symbols have the C signatures written here, as the published headers say, and
+                    // SAFETY: the symbols have the C signatures written here, as the published headers say, and
                     // the library is never unloaded.
                     $($name: unsafe { library.required(stringify!($name)) }?,)*
-                    // SAFETY: INV-8 as above.
+                    // SAFETY: as above.
                     $($oname: unsafe { library.optional(stringify!($oname)) },)*
                 })
             }

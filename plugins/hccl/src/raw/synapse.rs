@@ -76,7 +76,7 @@ pub(crate) struct Staging {
 impl Staging {
     /// The bytes; nothing else touches them while no copy is under way, which the holder of `&mut` sees to.
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: INV-8 synHostMalloc gave this many bytes, which are never freed; initialised when made.
+        // SAFETY: synHostMalloc gave this many bytes, which are never freed; initialised when made.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }
     }
 
@@ -106,7 +106,7 @@ impl Synapse {
             table: Table::load(library)?,
             path: library.path.display().to_string(),
         };
-        // SAFETY: INV-8 no arguments.
+        // SAFETY: no arguments.
         synapse.check("synInitialize", unsafe { (synapse.table.synInitialize)() })?;
         Ok(synapse)
     }
@@ -117,7 +117,7 @@ impl Synapse {
         }
         let mut buffer = [0u8; 256];
         let words = self.table.synStatusGetBriefDescription.map(|describe| {
-            // SAFETY: INV-8 the buffer has the size given, its last byte stays zero.
+            // SAFETY: the buffer has the size given, its last byte stays zero.
             unsafe { describe(status, buffer.as_mut_ptr().cast(), buffer.len() - 1) };
             text_of(&buffer)
         });
@@ -142,7 +142,7 @@ impl Synapse {
     pub(crate) fn driver_version(&self) -> Option<String> {
         let function = self.table.synDriverGetVersion?;
         let mut buffer = [0u8; 256];
-        // SAFETY: INV-8 the buffer has the size given, its last byte stays zero.
+        // SAFETY: the buffer has the size given, its last byte stays zero.
         let status = unsafe { function(buffer.as_mut_ptr().cast(), buffer.len() as c_int - 1) };
         (status == SUCCESS)
             .then(|| text_of(&buffer))
@@ -152,7 +152,7 @@ impl Synapse {
     /// How many devices this machine shows.
     pub(crate) fn device_count(&self) -> Result<u32> {
         let mut count = 0;
-        // SAFETY: INV-8 a pointer to a live u32.
+        // SAFETY: a pointer to a live u32.
         let status = unsafe { (self.table.synDeviceGetCount)(&raw mut count) };
         self.check("synDeviceGetCount", status).map(|()| count)
     }
@@ -162,12 +162,12 @@ impl Synapse {
         let mut device = 0;
         match module {
             Some(module) => {
-                // SAFETY: INV-8 a pointer to a live u32.
+                // SAFETY: a pointer to a live u32.
                 let status = unsafe { (self.table.synDeviceAcquireByModuleId)(&raw mut device, module) };
                 self.check("synDeviceAcquireByModuleId", status)?;
             }
             None => {
-                // SAFETY: INV-8 as above; a null bus address means any device.
+                // SAFETY: as above; a null bus address means any device.
                 let status = unsafe { (self.table.synDeviceAcquire)(&raw mut device, std::ptr::null()) };
                 self.check("synDeviceAcquire", status)?;
             }
@@ -178,7 +178,7 @@ impl Synapse {
     /// What the device is called.
     pub(crate) fn device_name(&self, device: u32) -> Result<String> {
         let mut buffer = [0u8; 256];
-        // SAFETY: INV-8 the buffer has the size given, its last byte stays zero.
+        // SAFETY: the buffer has the size given, its last byte stays zero.
         let status = unsafe {
             (self.table.synDeviceGetName)(buffer.as_mut_ptr().cast(), buffer.len() as c_int - 1, device)
         };
@@ -188,7 +188,7 @@ impl Synapse {
     /// `bytes` of device memory (at least one); the address.
     pub(crate) fn allocate(&self, device: u32, bytes: u64) -> Result<u64> {
         let mut address = 0;
-        // SAFETY: INV-8 a pointer to a live u64; no wish for an address, flags are zero as documented.
+        // SAFETY: a pointer to a live u64; no wish for an address, flags are zero as documented.
         let status = unsafe { (self.table.synDeviceMalloc)(device, bytes, 0, 0, &raw mut address) };
         self.check("synDeviceMalloc", status)?;
         if address == 0 {
@@ -199,7 +199,7 @@ impl Synapse {
 
     /// Gives device memory back. Nothing may use it any more.
     pub(crate) fn free(&self, device: u32, address: u64) -> Result<()> {
-        // SAFETY: INV-8 the address is one of `allocate`, whose tensor is gone (`crate::memory`).
+        // SAFETY: the address is one of `allocate`, whose tensor is gone (`crate::memory`).
         let status = unsafe { (self.table.synDeviceFree)(device, address, 0) };
         self.check("synDeviceFree", status)
     }
@@ -207,13 +207,13 @@ impl Synapse {
     /// Host memory of `bytes` for copies, zeroed, for as long as the process lives.
     pub(crate) fn staging(&self, device: u32, bytes: usize) -> Result<Staging> {
         let mut buffer: *mut c_void = std::ptr::null_mut();
-        // SAFETY: INV-8 a pointer to a live pointer.
+        // SAFETY: a pointer to a live pointer.
         let status = unsafe { (self.table.synHostMalloc)(device, bytes as u64, 0, &raw mut buffer) };
         self.check("synHostMalloc", status)?;
         if buffer.is_null() {
             return Err(Error::new(ErrorKind::Backend, "synHostMalloc gave no address"));
         }
-        // SAFETY: INV-8 `bytes` bytes were just given to us.
+        // SAFETY: `bytes` bytes were just given to us.
         unsafe { std::ptr::write_bytes(buffer.cast::<u8>(), 0, bytes) };
         Ok(Staging {
             address: buffer as usize,
@@ -230,7 +230,7 @@ impl Synapse {
         bytes: u64,
         direction: Direction,
     ) -> Result<()> {
-        // SAFETY: INV-8 as documented on this method.
+        // SAFETY: as documented on this method.
         let status =
             unsafe { (self.table.synMemCopyAsync)(stream.pointer(), from, bytes, to, direction as c_int) };
         self.check("synMemCopyAsync", status)
@@ -239,7 +239,7 @@ impl Synapse {
     /// A new stream.
     pub(crate) fn create_stream(&self, device: u32) -> Result<StreamHandle> {
         let mut stream: *mut c_void = std::ptr::null_mut();
-        // SAFETY: INV-8 a pointer to a live handle.
+        // SAFETY: a pointer to a live handle.
         let status = unsafe { (self.table.synStreamCreateGeneric)(&raw mut stream, device, 0) };
         self.check("synStreamCreateGeneric", status)?;
         Ok(StreamHandle(stream as usize))
@@ -247,21 +247,21 @@ impl Synapse {
 
     /// Ends an idle stream; false if it is busy (it then stays).
     pub(crate) fn destroy_stream(&self, stream: StreamHandle) -> Result<bool> {
-        // SAFETY: INV-8 the handle is live and this is its last use, unless the answer is busy.
+        // SAFETY: the handle is live and this is its last use, unless the answer is busy.
         let status = unsafe { (self.table.synStreamDestroy)(stream.pointer()) };
         self.done("synStreamDestroy", status)
     }
 
     /// Lets later work of `stream` wait for what `event` has recorded now.
     pub(crate) fn stream_wait(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
-        // SAFETY: INV-8 both handles are live.
+        // SAFETY: both handles are live.
         let status = unsafe { (self.table.synStreamWaitEvent)(stream.pointer(), event.0 as *mut c_void, 0) };
         self.check("synStreamWaitEvent", status)
     }
 
     /// True if nothing is left to do on `stream`.
     pub(crate) fn stream_idle(&self, stream: StreamHandle) -> Result<bool> {
-        // SAFETY: INV-8 the handle is live.
+        // SAFETY: the handle is live.
         let status = unsafe { (self.table.synStreamQuery)(stream.pointer()) };
         self.done("synStreamQuery", status)
     }
@@ -269,10 +269,10 @@ impl Synapse {
     /// A new event that has recorded the present end of `stream`.
     pub(crate) fn record(&self, device: u32, stream: StreamHandle) -> Result<EventHandle> {
         let mut event: *mut c_void = std::ptr::null_mut();
-        // SAFETY: INV-8 a pointer to a live handle.
+        // SAFETY: a pointer to a live handle.
         let status = unsafe { (self.table.synEventCreate)(&raw mut event, device, 0) };
         self.check("synEventCreate", status)?;
-        // SAFETY: INV-8 both handles are live; no other thread knows the event yet.
+        // SAFETY: both handles are live; no other thread knows the event yet.
         let status = unsafe { (self.table.synEventRecord)(event, stream.pointer()) };
         if let Err(e) = self.check("synEventRecord", status) {
             self.destroy_event(EventHandle(event as usize));
@@ -283,14 +283,14 @@ impl Synapse {
 
     /// True once `event` is reached.
     pub(crate) fn reached(&self, event: EventHandle) -> Result<bool> {
-        // SAFETY: INV-8 the handle is live.
+        // SAFETY: the handle is live.
         let status = unsafe { (self.table.synEventQuery)(event.0 as *mut c_void) };
         self.done("synEventQuery", status)
     }
 
     /// Ends an event; does not block, the header says, even if it was not reached.
     pub(crate) fn destroy_event(&self, event: EventHandle) {
-        // SAFETY: INV-8 the handle is live and this is its last use.
+        // SAFETY: the handle is live and this is its last use.
         let status = unsafe { (self.table.synEventDestroy)(event.0 as *mut c_void) };
         if let Err(error) = self.check("synEventDestroy", status) {
             tracing::debug!(%error, "an event was not destroyed");

@@ -28,13 +28,13 @@ pub(crate) fn attach(tun: &File, name: &str) -> io::Result<()> {
     for (to, from) in request.iter_mut().skip(16).zip(flags) {
         *to = from;
     }
-    // SAFETY: INV-8 (structural) TUNSETIFF reads (and writes back) one `struct ifreq`, whose size the array has; it outlives the call.
+    // SAFETY: TUNSETIFF reads (and writes back) one `struct ifreq`, whose size the array has; it outlives the call.
     let set = unsafe { Setter::<TUNSETIFF, [u8; IFREQ]>::new(request) };
-    // SAFETY: INV-8 (structural) as above.
+    // SAFETY: as above.
     unsafe { ioctl(tun, set) }?;
-    // SAFETY: INV-8 (structural) TUNSETOFFLOAD takes a number and touches no memory of ours.
+    // SAFETY: TUNSETOFFLOAD takes a number and touches no memory of ours.
     let set = unsafe { IntegerSetter::<TUNSETOFFLOAD>::new_usize(TUN_F_CSUM | TUN_F_TSO4) };
-    // SAFETY: INV-8 (structural) as above.
+    // SAFETY: as above.
     unsafe { ioctl(tun, set) }?;
     Ok(())
 }

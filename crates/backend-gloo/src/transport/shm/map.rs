@@ -18,9 +18,9 @@ struct Whole {
     len: usize,
 }
 
-// SAFETY: INV-8 the mapping belongs to this value and stays valid until it is dropped, on whichever thread. It touches no byte itself.
+// SAFETY: the mapping belongs to this value and stays valid until it is dropped, on whichever thread. It touches no byte itself.
 unsafe impl Send for Whole {}
-// SAFETY: INV-8 as above.
+// SAFETY: as above.
 unsafe impl Sync for Whole {}
 
 /// A section of mapped memory.
@@ -31,9 +31,9 @@ pub(super) struct Mapping {
     whole: Arc<Whole>,
 }
 
-// SAFETY: INV-8 the section stays valid until this value is dropped, on whichever thread: it keeps the whole.
+// SAFETY: the section stays valid until this value is dropped, on whichever thread: it keeps the whole.
 unsafe impl Send for Mapping {}
-// SAFETY: INV-8 through a shared reference only atomics and `read` are reachable.
+// SAFETY: through a shared reference only atomics and `read` are reachable.
 unsafe impl Sync for Mapping {}
 
 fn made(result: rustix::io::Result<*mut std::ffi::c_void>, len: usize) -> Result<Mapping> {
@@ -48,7 +48,7 @@ impl Mapping {
     /// Maps `len` bytes of `fd` from `offset` (both multiples of [`PAGE`]) on. The caller has checked that `fd` is that
     /// long and sealed against shrinking: otherwise the peer could make every access a bus error.
     pub(super) fn of(fd: BorrowedFd<'_>, offset: usize, len: usize) -> Result<Self> {
-        // SAFETY: INV-8 a new mapping at an address of the kernel's choice overlaps nothing.
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
         let result = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -64,7 +64,7 @@ impl Mapping {
 
     /// `len` bytes of this process only.
     pub(super) fn private(len: usize) -> Result<Self> {
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         let result = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -83,7 +83,7 @@ impl Mapping {
             let text = format!("a mapping of {} bytes has no {len} bytes at {at}", self.len);
             return Err(Error::new(ErrorKind::Internal, text));
         }
-        // SAFETY: INV-8 inside the mapping (checked), so neither null nor beyond its end.
+        // SAFETY: inside the mapping (checked), so neither null nor beyond its end.
         let base = unsafe { self.base.add(at) };
         let whole = self.whole.clone();
         Ok(Self { base, len, whole })
@@ -92,7 +92,7 @@ impl Mapping {
     /// The 32-bit word at `AT`, which lies in the first page of every mapping.
     pub(super) fn word32<const AT: usize>(&self) -> &AtomicU32 {
         const { assert!(AT.is_multiple_of(4) && AT + 4 <= PAGE) };
-        // SAFETY: INV-8 inside the mapping (a page at least), aligned, valid for every bit pattern, and only ever used as an
+        // SAFETY: inside the mapping (a page at least), aligned, valid for every bit pattern, and only ever used as an
         // atomic by all who share it.
         unsafe { &*self.base.as_ptr().add(AT).cast::<AtomicU32>() }
     }
@@ -100,7 +100,7 @@ impl Mapping {
     /// The 64-bit word at `AT`, likewise.
     pub(super) fn word64<const AT: usize>(&self) -> &AtomicU64 {
         const { assert!(AT.is_multiple_of(8) && AT + 8 <= PAGE) };
-        // SAFETY: INV-8 as above.
+        // SAFETY: as above.
         unsafe { &*self.base.as_ptr().add(AT).cast::<AtomicU64>() }
     }
 
@@ -111,7 +111,7 @@ impl Mapping {
         if end > self.len {
             return &[];
         }
-        // SAFETY: INV-8, INV-10 inside the mapping (checked); plain bytes; see above for the other side.
+        // SAFETY: inside the mapping (checked); plain bytes; see above for the other side.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
     }
 
@@ -121,14 +121,14 @@ impl Mapping {
         if end > self.len {
             return &mut [];
         }
-        // SAFETY: INV-8, INV-10 inside the mapping (checked); &mut self is the only writer of this section on this side (`part`).
+        // SAFETY: inside the mapping (checked); &mut self is the only writer of this section on this side (`part`).
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(at), len) }
     }
 }
 
 impl Drop for Whole {
     fn drop(&mut self) {
-        // SAFETY: INV-8 mapped by `made`, unmapped once; every reference into it borrowed a `Mapping` that kept this value.
+        // SAFETY: mapped by `made`, unmapped once; every reference into it borrowed a `Mapping` that kept this value.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -16,7 +16,7 @@ impl CudaAccelerator {
     #[doc(hidden)]
     pub fn stream_by_handle(&self, stream: Arc<dyn Stream>) -> Result<Arc<dyn Stream>> {
         let (gpu, handle) = handle_of(&*stream)?;
-        // SAFETY: INV-12 a stream of that device's primary context, which `stream` keeps.
+        // SAFETY: a stream of that device's primary context, which `stream` keeps.
         unsafe { self.stream_from_handle(gpu.index, handle.0 as usize, Box::new(stream)) }
     }
 

@@ -66,9 +66,9 @@ macro_rules! handle {
         $(#[$m])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(crate) struct $name(pub(super) *mut c_void);
-        // SAFETY: INV-12 the driver's handles may be used from any thread; this is only a number here.
+        // SAFETY: the driver's handles may be used from any thread; this is only a number here.
         unsafe impl Send for $name {}
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe impl Sync for $name {}
     };
 }

@@ -17,9 +17,9 @@ pub(crate) struct HostBlock {
     start: NonNull<u8>,
     bytes: usize,
 }
-// SAFETY: INV-8 plain memory with one owner.
+// SAFETY: plain memory with one owner.
 unsafe impl Send for HostBlock {}
-// SAFETY: INV-8 as above; nothing here reads or writes it through a shared reference.
+// SAFETY: as above; nothing here reads or writes it through a shared reference.
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
@@ -33,19 +33,19 @@ impl Driver {
     /// A new block, zeroed. Takes about a millisecond per few megabytes, and may wait for the device.
     pub(crate) fn host_block(&self, bytes: usize) -> Result<HostBlock> {
         let mut memory = ptr::null_mut();
-        // SAFETY: INV-12 writes one pointer.
+        // SAFETY: writes one pointer into the variable that this call borrows.
         let code = unsafe { (self.table.host_alloc)(&raw mut memory, bytes, PORTABLE) };
         self.check("cuMemHostAlloc", code)?;
         let start = NonNull::new(memory.cast::<u8>());
         let start = start.ok_or_else(|| failed("cuMemHostAlloc", 0, "returned null"))?;
-        // SAFETY: INV-8 freshly allocated, `bytes` long.
+        // SAFETY: freshly allocated, `bytes` long.
         unsafe { ptr::write_bytes(start.as_ptr(), 0, bytes) };
         Ok(HostBlock { start, bytes })
     }
 
     /// Frees a block that is no longer in use. Waits for the device.
     pub(crate) fn free_host(&self, block: &HostBlock) -> Result<()> {
-        // SAFETY: INV-8 made by `host_block`; its only owner gives it up with this call.
+        // SAFETY: made by `host_block`; its only owner gives it up with this call.
         let code = unsafe { (self.table.host_free)(block.start.as_ptr().cast()) };
         self.check("cuMemFreeHost", code)
     }
@@ -60,7 +60,7 @@ pub(crate) fn host_tensor(
     keep: impl FnOnce(HostBlock) -> Box<dyn Any + Send + Sync>,
 ) -> Result<Tensor> {
     let start = block.start;
-    // SAFETY: INV-8 the owner gives the block back when the tensor goes, and nothing else uses it until then; blocks are aligned to pages
+    // SAFETY: the owner gives the block back when the tensor goes, and nothing else uses it until then; blocks are aligned to pages
     // and were written to when they were made.
     unsafe { Tensor::from_raw(start, dtype, shape, None, Device::CPU, keep(block)) }
 }

@@ -39,7 +39,7 @@ impl CudaProgram {
         let gpu = Gpu::open(index)?;
         let _inside = gpu.enter()?;
         let owned: Vec<String> = names.iter().map(|n| (*n).to_string()).collect();
-        // SAFETY: INV-12 the caller's promise.
+        // SAFETY: the caller's promise.
         let functions = unsafe { gpu.driver.functions_of(image.as_ptr().cast::<c_void>(), &owned) }?;
         Ok(Self {
             stream: gpu.driver.stream(false)?,

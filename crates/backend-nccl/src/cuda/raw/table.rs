@@ -9,7 +9,7 @@ macro_rules! table {
         pub(super) struct Table { $(pub(super) $f: unsafe extern "C" fn($($a),*) -> c_int,)* }
         impl Table {
             pub(super) fn load(library: &libloading::Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: INV-12 the signatures are those of the driver API's public documentation for these names.
+                // SAFETY: the signatures are those of the driver API's public documentation for these names.
                 Ok(Self { $($f: *unsafe { library.get(concat!($s, "\0").as_bytes()) }.map_err(|_| $s)?,)* })
             }
         }

@@ -33,7 +33,7 @@ pub(super) fn run_avx2<P: Pass>(pass: P) -> P::Output {
     if !has_avx2() {
         return pass.run::<Reference>();
     }
-    // SAFETY: INV-12 the machine has the instructions: asked just now, so that executing them is defined.
+    // SAFETY: the machine has the instructions: asked just now, so that executing them is defined.
     unsafe { avx2(pass) }
 }
 
@@ -42,7 +42,7 @@ pub(super) fn run_avx512<P: Pass>(pass: P) -> P::Output {
     if !has_avx512() {
         return pass.run::<Reference>();
     }
-    // SAFETY: INV-12 as above.
+    // SAFETY: as above.
     unsafe { avx512(pass) }
 }
 
@@ -54,25 +54,25 @@ struct Avx512;
 impl Isa for Avx2 {
     #[inline(always)]
     fn peaks<const B: usize>(blocks: &[[f32; B]], peaks: &mut [u32]) -> u32 {
-        // SAFETY: INV-12 this type exists only where the instructions do.
+        // SAFETY: this type exists only where the instructions do.
         unsafe { peaks_avx2(blocks, peaks) }
     }
 
     #[inline(always)]
     fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe { rotate_avx2(signs, from, to, peaks) }
     }
 
     #[inline(always)]
     fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe { rotate_back_avx2(signs, from, to) }
     }
 
     #[inline(always)]
     fn nibbles(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]) {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe { nibbles_avx2(block, inverse, codes) }
     }
 }
@@ -80,19 +80,19 @@ impl Isa for Avx2 {
 impl Isa for Avx512 {
     #[inline(always)]
     fn peaks<const B: usize>(blocks: &[[f32; B]], peaks: &mut [u32]) -> u32 {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe { peaks_avx512(blocks, peaks) }
     }
 
     #[inline(always)]
     fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe { rotate_avx512(signs, from, to, peaks) }
     }
 
     #[inline(always)]
     fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
-        // SAFETY: INV-12 as above.
+        // SAFETY: as above.
         unsafe { rotate_back_avx512(signs, from, to) }
     }
 
@@ -106,28 +106,28 @@ impl Isa for Avx512 {
 #[inline]
 #[target_feature(enable = "avx2")]
 fn load8(from: &[f32; 8]) -> __m256 {
-    // SAFETY: INV-8 eight floats are there; the load needs no alignment.
+    // SAFETY: eight floats are there; the load needs no alignment.
     unsafe { _mm256_loadu_ps(from.as_ptr()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
 fn store8(to: &mut [f32; 8], v: __m256) {
-    // SAFETY: INV-8 room for eight floats is there; the store needs no alignment.
+    // SAFETY: room for eight floats is there; the store needs no alignment.
     unsafe { _mm256_storeu_ps(to.as_mut_ptr(), v) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load16(from: &[f32; 16]) -> __m512 {
-    // SAFETY: INV-8 sixteen floats are there; the load needs no alignment.
+    // SAFETY: sixteen floats are there; the load needs no alignment.
     unsafe { _mm512_loadu_ps(from.as_ptr()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn store16(to: &mut [f32; 16], v: __m512) {
-    // SAFETY: INV-8 room for sixteen floats is there; the store needs no alignment.
+    // SAFETY: room for sixteen floats is there; the store needs no alignment.
     unsafe { _mm512_storeu_ps(to.as_mut_ptr(), v) }
 }
 
@@ -136,7 +136,7 @@ fn store16(to: &mut [f32; 16], v: __m512) {
 fn fetch_ahead(from: &[f32]) {
     for line in from.chunks(16) {
         let ahead = line.as_ptr().wrapping_add(PART);
-        // SAFETY: INV-8 a hint, which reads nothing; any address will do.
+        // SAFETY: a hint, which reads nothing; any address will do.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.cast()) };
     }
 }
@@ -333,7 +333,7 @@ fn nibbles_avx2(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]) {
     let upper = _mm256_andnot_si256(nibble, _mm256_slli_epi16::<4>(high));
     let both = _mm256_or_si256(_mm256_and_si256(nibble, low), upper);
     let ordered = _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    // SAFETY: INV-8 room for 32 bytes is there; the store needs no alignment.
+    // SAFETY: room for 32 bytes is there; the store needs no alignment.
     unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), ordered) }
 }
 
