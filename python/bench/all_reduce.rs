@@ -24,7 +24,7 @@ fn main() -> Result<()> {
             for _ in 0..calls {
                 world
                     .group()
-                    .all_reduce_slice(&mut data, ReduceOp::Sum, SubmitOptions::default())?;
+                    .all_reduce_slice(&mut data, ReduceOp::Sum)?;
             }
             Ok(begin.elapsed().as_nanos() / u128::from(calls))
         };

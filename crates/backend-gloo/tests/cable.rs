@@ -113,7 +113,7 @@ fn rank(rank: u32, file: &Path, address: &str) {
     let mut values = [rank as f32 + 1.0; 3];
     let options = SubmitOptions::by(soon());
     group
-        .all_reduce_slice(&mut values, ReduceOp::Sum, options)
+        .all_reduce_slice_with(&mut values, ReduceOp::Sum, options)
         .unwrap();
     assert_eq!(values, [3.0; 3]);
     group.shutdown(soon()).unwrap();

@@ -12,6 +12,7 @@ mod feedback;
 mod sampler;
 mod state;
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -92,6 +93,17 @@ pub struct StepReport {
     pub failed_attempts: u32,
     /// The recovery of this replica in this step, if there was one.
     pub healed: Option<Healed>,
+}
+
+/// `step 7 by 2 replicas, healed from rank 1 (800 bytes in 4 ms)`.
+impl fmt::Display for StepReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "step {} by {} replicas", self.step, self.contributors)?;
+        match &self.healed {
+            Some(healed) => write!(f, ", {healed}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// What a step is like.

@@ -26,6 +26,71 @@ pub trait Parameters {
     fn device(&self) -> Device {
         Device::CPU
     }
+
+    /// Calls `f` with each tensor's number and its elements, in order. Errors: those of [`write`](Self::write).
+    fn for_each_mut(&mut self, mut f: impl FnMut(usize, &mut [f32])) -> Result<()>
+    where
+        Self: Sized,
+    {
+        (0..self.len()).try_for_each(|i| self.write(i, &mut |values| f(i, values)))
+    }
+
+    /// Calls `f` with each tensor's number, its elements, and the vector for it in `gradients` (or their averages): an optimizer's step.
+    /// Errors (`InvalidArgument`): not one vector of its length for each tensor; nothing is changed then. Those of [`write`](Self::write).
+    ///
+    /// ```
+    /// use oxccl_diloco::{Parameters as _, SliceParameters};
+    ///
+    /// let mut params = SliceParameters::new(vec![("weight".to_owned(), vec![1.0, 2.0])]);
+    /// let mut momentum = vec![vec![0.5, 0.5]];
+    /// params.update(&[vec![1.5, 3.5]], |i, weights, gradient| {
+    ///     for ((w, g), m) in weights.iter_mut().zip(gradient).zip(&mut momentum[i]) {
+    ///         *m = 0.5 * *m + g;
+    ///         *w -= *m;
+    ///     }
+    /// })?;
+    /// assert_eq!(params.get(0), Some([-0.75, -1.75].as_slice()));
+    /// # Ok::<(), ftcore::Error>(())
+    /// ```
+    fn update(&mut self, gradients: &[Vec<f32>], mut f: impl FnMut(usize, &mut [f32], &[f32])) -> Result<()>
+    where
+        Self: Sized,
+    {
+        let lengths = gradients.iter().map(Vec::len);
+        if !lengths.eq((0..self.len()).map(|i| self.count(i))) {
+            return Err(Error::invalid(format!(
+                "{} vectors do not fit {} parameters: one of its length for each, in order",
+                gradients.len(),
+                self.len()
+            )));
+        }
+        for (i, gradient) in gradients.iter().enumerate() {
+            self.write(i, &mut |values| f(i, values, gradient))?;
+        }
+        Ok(())
+    }
+
+    /// A step of gradient descent: subtracts `rate` times its gradient from each element. Errors: as of [`update`](Self::update).
+    fn descend(&mut self, gradients: &[Vec<f32>], rate: f32) -> Result<()>
+    where
+        Self: Sized,
+    {
+        self.update(gradients, |_, values, gradient| {
+            values
+                .iter_mut()
+                .zip(gradient)
+                .for_each(|(value, g)| *value -= rate * g)
+        })
+    }
+
+    /// A hash over names and bits: equal on two replicas exactly if every bit is equal. Errors: those of [`read`](Self::read).
+    fn hash(&self) -> Result<String> {
+        let mut hash = ParametersHash::default();
+        for i in 0..self.len() {
+            self.read(i, &mut |values| hash.add(self.name(i), values))?;
+        }
+        Ok(hash.finish())
+    }
 }
 
 /// Parameters in plain vectors.
@@ -152,9 +217,33 @@ mod tests {
         let mut other = model(&[0.0; 2], &[0.0]);
         other.load(&out).unwrap();
         assert_eq!(other, model(&[1.0, 2.0], &[3.0]));
+        assert_eq!(other.hash().unwrap(), model(&[1.0, 2.0], &[3.0]).hash().unwrap());
         let mut larger = model(&[0.0; 2], &[0.0; 2]);
         let e = larger.load(&out).unwrap_err();
         assert!(e.to_string().contains('b'), "{e}");
         assert_eq!(larger, model(&[0.0; 2], &[0.0; 2]));
+    }
+
+    #[test]
+    fn an_update_gives_each_tensor_its_own_gradient_and_changes_nothing_if_one_does_not_fit() {
+        let mut params = SliceParameters::new(vec![("a".into(), vec![1.0, 2.0]), ("b".into(), vec![3.0])]);
+        let add = |i: usize, w: &mut [f32], g: &[f32]| {
+            w.iter_mut().zip(g).for_each(|(w, g)| *w += g + 100.0 * i as f32)
+        };
+        params.update(&[vec![10.0, 20.0], vec![30.0]], add).unwrap();
+        assert_eq!(
+            (params.get(0).unwrap(), params.get(1).unwrap()),
+            ([11.0, 22.0].as_slice(), [133.0].as_slice())
+        );
+        params.descend(&[vec![22.0, 44.0], vec![0.0]], 0.5).unwrap();
+        assert_eq!(params.get(0), Some([0.0, 0.0].as_slice()));
+        let before = params.clone();
+        for wrong in [vec![vec![1.0, 1.0]], vec![vec![1.0, 1.0], vec![1.0, 1.0]]] {
+            let e = params.update(&wrong, add).unwrap_err();
+            assert!(e.to_string().contains("do not fit 2 parameters"), "{e}");
+        }
+        assert_eq!(params, before);
+        params.for_each_mut(|i, w| w.fill(i as f32)).unwrap();
+        assert_eq!(params.get(1), Some([1.0].as_slice()));
     }
 }

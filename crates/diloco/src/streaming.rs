@@ -17,6 +17,7 @@
 //!
 //! Step 0 is the initial synchronisation: no data moves but the state of one replica, so that all start bitwise equal.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -54,6 +55,17 @@ pub struct RoundReport {
     /// The parameters here are no longer what this round ended with: the next round has begun in the same call, and in its quorum this
     /// replica has taken over another's state.
     pub superseded: bool,
+}
+
+/// `step 7 by 2 replicas, healed from rank 1 (800 bytes in 4 ms)`.
+impl fmt::Display for RoundReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "step {} by {} replicas", self.step, self.contributors)?;
+        match &self.healed {
+            Some(healed) => write!(f, ", {healed}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// DiLoCo over a [`Replica`] and [`Parameters`]. See the crate for the protocol.

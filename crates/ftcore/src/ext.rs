@@ -279,10 +279,15 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.execute(checked, options)
     }
 
-    /// All-reduces borrowed memory and blocks until done. Without a copy where the group advertises
-    /// [`Feature::Borrow`]; otherwise staged through owned memory. Nothing touches `data` after the return, time-outs included;
-    /// after an error its contents are undefined.
-    fn all_reduce_slice<T: Element>(
+    /// All-reduces borrowed memory and blocks until done, at the latest at the group's time-out. Without a copy where the group
+    /// advertises [`Feature::Borrow`]; otherwise staged through owned memory. Nothing touches `data` after the return, time-outs
+    /// included; after an error its contents are undefined.
+    fn all_reduce_slice<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
+        self.all_reduce_slice_with(data, op, SubmitOptions::default())
+    }
+
+    /// As [`all_reduce_slice`](Self::all_reduce_slice), with a deadline or stream of its own.
+    fn all_reduce_slice_with<T: Element>(
         &self,
         data: &mut [T],
         op: ReduceOp,
@@ -292,7 +297,17 @@ pub trait ProcessGroupExt: ProcessGroup {
     }
 
     /// Broadcasts the root's memory into borrowed memory, as [`all_reduce_slice`](Self::all_reduce_slice).
-    fn broadcast_slice<T: Element>(&self, data: &mut [T], root: u32, options: SubmitOptions) -> Result<()> {
+    fn broadcast_slice<T: Element>(&self, data: &mut [T], root: u32) -> Result<()> {
+        self.broadcast_slice_with(data, root, SubmitOptions::default())
+    }
+
+    /// As [`broadcast_slice`](Self::broadcast_slice), with a deadline or stream of its own.
+    fn broadcast_slice_with<T: Element>(
+        &self,
+        data: &mut [T],
+        root: u32,
+        options: SubmitOptions,
+    ) -> Result<()> {
         self.on_slice(data, options, |tensors| Collective::Broadcast { tensors, root })
     }
 

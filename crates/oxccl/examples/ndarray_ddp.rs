@@ -14,11 +14,7 @@ fn main() -> Result<()> {
         let error = x.dot(&weight.map_err(|e| Error::invalid(e.to_string()))?) - array![[3.0, 4.0]];
         Ok(vec![x.t().dot(&error).iter().copied().collect()])
     };
-    let update = |params: &mut SliceParameters, mean: &[Vec<f32>]| {
-        params.write(0, &mut |weight| {
-            weight.iter_mut().zip(&mean[0]).for_each(|(w, g)| *w -= 0.3 * g)
-        })
-    };
+    let update = |params: &mut SliceParameters, mean: &[Vec<f32>]| params.descend(mean, 0.3);
     ddp.train(&mut params, gradients, update, |_| ())?;
     println!("parameters {:?}", params.get(0).unwrap_or_default());
     Ok(())

@@ -20,9 +20,7 @@ fn main() -> Result<()> {
     let world = World::init(&Place::from_env()?, options, deadline_in(Duration::from_secs(30)))?;
     let wave = |rank: u32| (0..100_000).map(move |i| (i as f32 / 1e3 + rank as f32).sin());
     let mut values: Vec<f32> = wave(world.rank()).collect();
-    world
-        .group()
-        .all_reduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+    world.group().all_reduce_slice(&mut values, ReduceOp::Sum)?;
     let exact = |i: usize| {
         (0..world.world_size())
             .filter_map(|r| wave(r).nth(i))

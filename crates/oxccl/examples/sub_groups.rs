@@ -13,7 +13,7 @@ fn main() -> Result<()> {
         .collect::<Vec<_>>();
     if let Some(group) = world.split_group(&partition, &GroupSpec::default(), deadline)? {
         let mut sum = [rank];
-        group.all_reduce_slice(&mut sum, ReduceOp::Sum, SubmitOptions::default())?;
+        group.all_reduce_slice(&mut sum, ReduceOp::Sum)?;
         println!(
             "rank {rank} is rank {} of its group, whose ranks add up to {}",
             group.info().rank,

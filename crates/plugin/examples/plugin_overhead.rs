@@ -92,7 +92,7 @@ fn main() -> Result<()> {
             Ok(())
         }),
         ("all_reduce of a slice", |group, data| {
-            group.all_reduce_slice(data, ReduceOp::Sum, SubmitOptions::default())
+            group.all_reduce_slice(data, ReduceOp::Sum)
         }),
     ];
     for (name, call) in calls {

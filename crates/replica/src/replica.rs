@@ -1,5 +1,6 @@
 //! What a training loop sees of the tolerance layer.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::state_dict::StateDict;
@@ -93,6 +94,17 @@ pub struct Healed {
     pub bytes: usize,
     /// From the quorum's answer to the applied state.
     pub took: Duration,
+}
+
+/// `healed from rank 1 (800 bytes in 4 ms)`.
+impl fmt::Display for Healed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("healed")?;
+        if let Some(rank) = self.source {
+            write!(f, " from rank {rank}")?;
+        }
+        write!(f, " ({} bytes in {} ms)", self.bytes, self.took.as_millis())
+    }
 }
 
 /// One replica's view of a fault-tolerant job. Not thread-safe: one training loop drives it.

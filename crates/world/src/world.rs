@@ -233,12 +233,12 @@ impl World {
     /// long as an operation may take (`GroupOptions::timeout`).
     ///
     /// ```no_run
-    /// use ftcore::{ProcessGroupExt as _, ReduceOp, SubmitOptions};
+    /// use ftcore::{ProcessGroupExt as _, ReduceOp};
     ///
     /// # fn main() -> ftcore::Result<()> {
     /// let world = oxccl_world::World::from_env()?;
     /// let mut values = [world.rank() as f32; 4];
-    /// world.group().all_reduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+    /// world.group().all_reduce_slice(&mut values, ReduceOp::Sum)?;
     /// # Ok(())
     /// # }
     /// ```

@@ -81,6 +81,7 @@ pub(crate) fn check() -> Result<bool> {
     for source in &sources {
         findings.extend(files::check(source));
         findings.extend(rules::check(source));
+        findings.extend(programs::check_length(source));
         findings.extend(words::check_source(source));
     }
     for (path, text) in &documents {

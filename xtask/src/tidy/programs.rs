@@ -3,6 +3,46 @@
 //! README is one.
 
 use super::Finding;
+use super::lexer::Source;
+
+/// The programs from which people start, and how many lines of code each may have: without comments and `use`.
+const LIMITS: &[(&str, usize)] = &[
+    ("crates/oxccl/examples/all_reduce.rs", 7),
+    ("crates/oxccl/examples/ddp.rs", 20),
+    ("crates/oxccl/examples/diloco.rs", 20),
+    ("crates/oxccl/examples/ndarray_ddp.rs", 20),
+    ("crates/adapters/candle/examples/candle_ddp.rs", 20),
+    ("crates/adapters/candle/examples/candle_diloco.rs", 20),
+];
+
+/// The others of the facade and of candle's adapter, all lines counted.
+const OTHERS: usize = 60;
+
+/// Checks the length of one example.
+pub(super) fn check_length(source: &Source) -> Vec<Finding> {
+    let named = LIMITS.iter().find(|(path, _)| *path == source.path);
+    let (lines, limit) = match named {
+        Some((_, limit)) => {
+            let is_code = |line: &&str| {
+                let line = line.trim_start();
+                !line.is_empty() && !line.starts_with("//") && !line.starts_with("use ")
+            };
+            (source.text.lines().filter(is_code).count(), *limit)
+        }
+        None if ["crates/oxccl/examples/", "crates/adapters/candle/examples/"]
+            .iter()
+            .any(|folder| source.path.starts_with(folder)) =>
+        {
+            (source.text.lines().count(), OTHERS)
+        }
+        None => return Vec::new(),
+    };
+    if lines <= limit {
+        return Vec::new();
+    }
+    let text = format!("{lines} lines: an example of this kind has at most {limit}");
+    vec![Finding::new(&source.path, 0, "program", text)]
+}
 
 /// Checks one document. `read` gives the text of a file by its path from the root.
 pub(super) fn check(path: &str, text: &str, read: impl Fn(&str) -> Option<String>) -> Vec<Finding> {
@@ -84,6 +124,23 @@ mod tests {
             other,
             ["README.md:2: [program] a.rs differs from line 3 of this document on: 'fn a() {}'"]
         );
+    }
+
+    #[test]
+    fn an_example_is_as_short_as_it_is_said_to_be() {
+        let found = |path: &str, text: &str| check_length(&Source::new(path, text)).len();
+        let short = "//! Head.\n\nuse a::b;\n\nfn main() {\n    // Why.\n    a();\n}\n";
+        assert_eq!(found("crates/oxccl/examples/all_reduce.rs", short), 0);
+        let long = short.to_owned() + &"a();\n".repeat(5);
+        assert_eq!(found("crates/oxccl/examples/all_reduce.rs", &long), 1);
+        assert_eq!(found("crates/oxccl/examples/diloco.rs", &long), 0);
+        assert_eq!(found("crates/oxccl/examples/other.rs", &"a();\n".repeat(60)), 0);
+        assert_eq!(found("crates/oxccl/examples/other.rs", &"a();\n".repeat(61)), 1);
+        assert_eq!(found("crates/quant/examples/other.rs", &"a();\n".repeat(61)), 0);
+        for (path, _) in LIMITS {
+            let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+            assert!(root.join(path).exists(), "{path}");
+        }
     }
 
     #[test]

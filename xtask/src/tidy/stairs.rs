@@ -66,6 +66,21 @@ const WITHIN: &[(&str, &[&str])] = &[
     ("oxccl-candle", &["oxccl-ddp", "oxccl-diloco"]),
 ];
 
+/// What a crate must not need at all, by itself or through others: with these, a training loop would bring a server.
+const WITHOUT: &[(&str, &[&str])] = &[
+    ("oxccl-ddp", SERVERS),
+    ("oxccl-diloco", SERVERS),
+    ("oxccl-replica", SERVERS),
+    ("oxccl-protocol", SERVERS),
+];
+
+const SERVERS: &[&str] = &[
+    "oxccl-manager",
+    "oxccl-coordination",
+    "oxccl-checkpoint",
+    "oxccl-identity",
+];
+
 /// Dependencies that only some crates may have (tests may use them anywhere).
 struct Fenced {
     /// The dependency's name is this, or begins with it and `-`.
@@ -116,11 +131,50 @@ pub(super) fn check(metadata: &Metadata) -> Vec<Finding> {
     let mut findings = Vec::new();
     for package in &metadata.packages {
         let manifest = super::relative(&metadata.workspace_root, &package.manifest_path);
-        for text in check_package(package, &members) {
-            findings.push(Finding::new(&manifest, 0, "stairs", text));
-        }
+        let mut texts = check_package(package, &members);
+        texts.extend(check_without(&metadata.packages, package));
+        findings.extend(
+            texts
+                .into_iter()
+                .map(|text| Finding::new(&manifest, 0, "stairs", text)),
+        );
     }
     findings
+}
+
+/// The ways from `package` to what it must not need: `a -> b -> c`.
+fn check_without(packages: &[Package], package: &Package) -> Vec<String> {
+    let Some((name, banned)) = WITHOUT.iter().find(|(name, _)| *name == package.name) else {
+        return Vec::new();
+    };
+    let mut ways: Vec<Vec<&str>> = vec![vec![name]];
+    let mut seen = vec![*name];
+    let mut texts = Vec::new();
+    while let Some(way) = ways.pop() {
+        let Some(from) = packages
+            .iter()
+            .find(|p| Some(p.name.as_str()) == way.last().copied())
+        else {
+            continue;
+        };
+        let needed = from
+            .dependencies
+            .iter()
+            .filter(|d| d.kind.as_deref() != Some("dev"));
+        for to in needed.map(|d| d.name.as_str()) {
+            if seen.contains(&to) {
+                continue;
+            }
+            seen.push(to);
+            let mut longer = way.clone();
+            longer.push(to);
+            if banned.contains(&to) {
+                texts.push(format!("{name} must do without {to}: {}", longer.join(" -> ")));
+            }
+            ways.push(longer);
+        }
+    }
+    texts
 }
 
 fn check_package(package: &Package, members: &[&str]) -> Vec<String> {
@@ -206,8 +260,8 @@ mod tests {
         "oxccl",
     ];
 
-    fn findings(name: &str, dependencies: &[(&str, Option<&str>)]) -> Vec<String> {
-        let package = Package {
+    fn package(name: &str, dependencies: &[(&str, Option<&str>)]) -> Package {
+        Package {
             name: name.to_owned(),
             manifest_path: "Cargo.toml".into(),
             dependencies: dependencies
@@ -219,8 +273,32 @@ mod tests {
                 .collect(),
             targets: Vec::new(),
             features: Default::default(),
+        }
+    }
+
+    fn findings(name: &str, dependencies: &[(&str, Option<&str>)]) -> Vec<String> {
+        check_package(&package(name, dependencies), MEMBERS)
+    }
+
+    #[test]
+    fn training_needs_no_server_not_even_through_another_crate() {
+        let ways = |through: Option<&str>, kind: Option<&str>| {
+            let mut packages = vec![
+                package("oxccl-ddp", &[("oxccl-quant", None)]),
+                package("oxccl-quant", &[("ftcore", None)]),
+            ];
+            packages[1].dependencies.extend(through.map(|name| Dependency {
+                name: name.to_owned(),
+                kind: kind.map(str::to_owned),
+            }));
+            check_without(&packages, &packages[0])
         };
-        check_package(&package, MEMBERS)
+        assert_eq!(
+            ways(Some("oxccl-manager"), None),
+            ["oxccl-ddp must do without oxccl-manager: oxccl-ddp -> oxccl-quant -> oxccl-manager"]
+        );
+        assert!(ways(None, None).is_empty());
+        assert!(ways(Some("oxccl-manager"), Some("dev")).is_empty());
     }
 
     #[test]

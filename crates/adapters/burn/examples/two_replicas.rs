@@ -29,11 +29,7 @@ fn data_parallel(place: &ReplicaEnv, model: Linear, device: &Device) -> Result<P
         let loss = loss(params.module(), place.replica, device);
         params.gradients(&loss.backward())
     };
-    let update = |params: &mut ParamSet<Linear>, mean: &[Vec<f32>]| {
-        params.update(mean, |_, w, g| {
-            w.iter_mut().zip(g).for_each(|(w, g)| *w -= 0.1 * g)
-        })
-    };
+    let update = |params: &mut ParamSet<Linear>, mean: &[Vec<f32>]| params.descend(mean, 0.1);
     ddp.train(&mut params, gradients, update, |_| ())?;
     Ok(params)
 }
@@ -48,9 +44,7 @@ fn diloco(place: &ReplicaEnv, params: ParamSet<Linear>, device: &Device) -> Resu
         *step += 1;
         let loss = loss(params.module(), place.replica, device);
         let grads = params.gradients(&loss.backward())?;
-        params.update(&grads, |_, w, g| {
-            w.iter_mut().zip(g).for_each(|(w, g)| *w -= 0.05 * g)
-        })
+        params.descend(&grads, 0.05)
     };
     diloco.train(&mut 0, inner_step, |_| ())?;
     diloco.global_hash()

@@ -54,27 +54,6 @@ impl<M: Module> ParamSet<M> {
     pub fn gradients(&self, grads: &Gradients) -> Result<Vec<Vec<f32>>> {
         visit::gradients(&self.module, grads, &self.params)
     }
-
-    /// Calls `f` with each parameter's elements and the vector for it in `averages`: an optimizer's step. Errors: not one vector of its length for each
-    /// parameter (`InvalidArgument`, nothing is changed); burn's (`Backend`).
-    pub fn update(
-        &mut self,
-        averages: &[Vec<f32>],
-        mut f: impl FnMut(usize, &mut [f32], &[f32]),
-    ) -> Result<()> {
-        let lengths = averages.iter().map(Vec::len);
-        if !lengths.eq((0..self.len()).map(|i| self.count(i))) {
-            return Err(Error::invalid(format!(
-                "{} averages do not fit {} parameters: one of its length for each, in order",
-                averages.len(),
-                self.len()
-            )));
-        }
-        for (i, average) in averages.iter().enumerate() {
-            self.write(i, &mut |values| f(i, values, average))?;
-        }
-        Ok(())
-    }
 }
 
 impl<M: Module> Parameters for ParamSet<M> {

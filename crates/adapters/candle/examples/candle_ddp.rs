@@ -1,55 +1,28 @@
-//! Fault-tolerant data parallel with candle: `oxccl launch --replicas 2 -- target/debug/examples/candle_ddp 20000`.
+//! Fault-tolerant data parallel with candle: `oxccl launch --replicas 2 -- target/debug/examples/candle_ddp 20000`. Kill a replica while it runs: the other
+//! one goes on, and the killed one is started again and takes its state over.
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Module, VarBuilder, VarMap, linear};
+use candle_nn::{Module, VarBuilder, VarMap, linear, loss::mse};
 use oxccl::prelude::*;
-use oxccl_candle::{ParamSet, candle_error};
+use oxccl_candle::ParamSet;
 
-fn main() -> Result<()> {
-    let steps = std::env::args()
-        .nth(1)
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(100);
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let steps = std::env::args().nth(1).map_or(Ok(100), |n| n.parse())?;
     let place = ReplicaEnv::from_env()?; // set by `oxccl launch`
     let (map, cpu) = (VarMap::new(), &Device::Cpu);
-    let failed = |e| candle_error("the model", e);
-    let model = linear(2, 1, VarBuilder::from_varmap(&map, DType::F32, cpu)).map_err(failed)?;
-    let params = ParamSet::from_var_map(&map)?;
+    let model = linear(2, 1, VarBuilder::from_varmap(&map, DType::F32, cpu))?;
+    let mut params = ParamSet::from_var_map(&map)?; // what a replica that heals takes over
     let mut ddp = Ddp::new(place.join()?, &params.slots(), DdpConfig::for_steps(steps))?;
-    let data = [[1.0_f32, 0.0], [0.0, 1.0 + place.replica as f32]]; // this replica's
-    let x = Tensor::new(&data, cpu).map_err(failed)?;
-    let y = Tensor::new(&[[3.0_f32], [4.0]], cpu).map_err(failed)?;
-    // What a replica that heals takes over: the parameters and the optimizer's momentum, all of them in one vector.
-    let mut state = (params.clone(), vec![0.0_f32; params.total()]);
-    let gradients = |(params, _): &mut (ParamSet, Vec<f32>), _: &_| {
-        let loss = model.forward(&x).and_then(|out| candle_nn::loss::mse(&out, &y));
-        let grads = loss.and_then(|loss| loss.backward()).map_err(failed)?;
-        params.gradients(&grads)
-    };
-    // Called with the mean of the gradients once the step is committed: an optimizer of one's own goes here.
-    let update = |(params, momentum): &mut (ParamSet, Vec<f32>), mean: &[Vec<f32>]| {
-        let mut momentum = momentum.iter_mut();
-        params.update(mean, |_, weights, gradient| {
-            for ((w, g), m) in weights.iter_mut().zip(gradient).zip(&mut momentum) {
-                *m = 0.9 * *m + g;
-                *w -= 0.01 * *m;
-            }
-        })
-    };
-    ddp.train(&mut state, gradients, update, |step| {
-        let healed = if step.healed.is_some() { ", healed" } else { "" };
+    let x = Tensor::new(&[[1.0_f32, 0.0], [0.0, 1.0 + place.replica as f32]], cpu)?; // this replica's data
+    let y = Tensor::new(&[[3.0_f32], [4.0]], cpu)?;
+    let gradients =
+        |params: &mut ParamSet, _: &_| params.gradients_of(model.forward(&x).and_then(|out| mse(&out, &y)));
+    let update = |params: &mut ParamSet, mean: &[Vec<f32>]| params.descend(mean, 0.1);
+    ddp.train(&mut params, gradients, update, |step| {
         if step.step % 1000 == 0 || step.healed.is_some() {
-            println!("step {} by {} replicas{healed}", step.step, step.contributors)
+            println!("{step}")
         }
     })?;
-    println!("parameters and momentum {:08x}", fingerprint(&state)?);
+    println!("parameters {}", params.hash()?);
     Ok(())
-}
-
-/// The same on replicas whose state is equal bit for bit.
-fn fingerprint((params, momentum): &(ParamSet, Vec<f32>)) -> Result<u32> {
-    let add = |sum: u32, w: &f32| sum.rotate_left(5) ^ w.to_bits();
-    (0..params.len()).try_fold(momentum.iter().fold(0, add), |sum, i| {
-        params.with_slice(i, |weights| weights.iter().fold(sum, add))
-    })
 }

@@ -1,12 +1,13 @@
 //! A [`ParamSet`] is what DiLoCo works on, and the state and the slots of data parallel: nothing else to write.
 
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use ddp::Slot;
 use diloco::{Parameters, load_parameters, save_parameters};
-use ftcore::{Error, Result};
+use ftcore::Result;
 use replica::{State, StateDict};
 
-use crate::ParamSet;
+use crate::{ParamSet, candle_error};
 
 impl Parameters for ParamSet {
     fn len(&self) -> usize {
@@ -51,25 +52,14 @@ impl ParamSet {
             .collect()
     }
 
-    /// Calls `f` with each parameter's elements and the vector for it in `averages`: an optimizer's step. Errors (`InvalidArgument`): not one vector of
-    /// its length for each parameter; nothing is changed then.
-    pub fn update(
-        &mut self,
-        averages: &[Vec<f32>],
-        mut f: impl FnMut(usize, &mut [f32], &[f32]),
-    ) -> Result<()> {
-        let lengths = averages.iter().map(Vec::len);
-        if !lengths.eq((0..self.len()).map(|i| self.numel(i))) {
-            return Err(Error::invalid(format!(
-                "{} averages do not fit {} parameters: one of its length for each, in order",
-                averages.len(),
-                self.len()
-            )));
-        }
-        for (i, average) in averages.iter().enumerate() {
-            self.with_slice_mut(i, |values| f(i, values, average))?;
-        }
-        Ok(())
+    /// [`gradients`](Self::gradients) of a loss, backward pass included: `params.gradients_of(model.forward(&x).and_then(|out| mse(&out, &y)))`.
+    /// Errors: candle's, of the loss or the backward pass (`Backend`); as in [`ParamSet::with_grad`].
+    pub fn gradients_of(&self, loss: candle_core::Result<Tensor>) -> Result<Vec<Vec<f32>>> {
+        let loss = loss.map_err(|e| candle_error("the loss", e))?;
+        let grads = loss
+            .backward()
+            .map_err(|e| candle_error("the backward pass", e))?;
+        self.gradients(&grads)
     }
 }
 
@@ -86,9 +76,11 @@ mod tests {
         let mut saved = StateDict::new();
         set.save(&mut saved).unwrap();
         assert_eq!(set.slots(), [Slot::f32(2)]);
-        let grads = v.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-        let grads = set.gradients(&grads).unwrap();
+        let grads = set.gradients_of(v.sqr().and_then(|v| v.sum_all())).unwrap();
         assert_eq!(grads, [[2.0, -4.0]]);
+        let e = set.gradients_of(v.narrow(0, 1, 5)).unwrap_err();
+        assert_eq!(e.kind(), ftcore::ErrorKind::Backend, "{e}");
+        assert!(e.to_string().contains("candle: the loss"), "{e}");
         let descend = |_, w: &mut [f32], g: &[f32]| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 0.25 * g);
         set.update(&grads, descend).unwrap();
         assert_eq!(v.as_tensor().to_vec1::<f32>().unwrap(), [0.5, -1.0]);

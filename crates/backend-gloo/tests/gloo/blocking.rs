@@ -29,7 +29,7 @@ fn borrowed_memory_of_any_length_is_reduced_in_place_with_equal_bytes_on_all_ran
                 let of = |r: u32, i: usize| ((i * 31 + 7 * r as usize) % 1000) as f32 * 0.37 - 100.0;
                 let mut data: Vec<f32> = (0..n).map(|i| of(rank, i)).collect();
                 group
-                    .all_reduce_slice(&mut data, ReduceOp::Sum, by_soon())
+                    .all_reduce_slice_with(&mut data, ReduceOp::Sum, by_soon())
                     .unwrap();
                 for (i, x) in data.iter().enumerate() {
                     let sum: f64 = (0..world).map(|r| f64::from(of(r, i))).sum();
@@ -42,20 +42,22 @@ fn borrowed_memory_of_any_length_is_reduced_in_place_with_equal_bytes_on_all_ran
                 let bits: Vec<i64> = data.iter().map(|x| i64::from(x.to_bits())).collect();
                 let (mut low, mut high) = (bits.clone(), bits);
                 group
-                    .all_reduce_slice(&mut low, ReduceOp::Min, by_soon())
+                    .all_reduce_slice_with(&mut low, ReduceOp::Min, by_soon())
                     .unwrap();
                 group
-                    .all_reduce_slice(&mut high, ReduceOp::Max, by_soon())
+                    .all_reduce_slice_with(&mut high, ReduceOp::Max, by_soon())
                     .unwrap();
                 assert!(low == high, "world {world} n {n}: the ranks differ");
                 let mut mean = vec![rank as i32 * 3; n];
                 group
-                    .all_reduce_slice(&mut mean, ReduceOp::Avg, by_soon())
+                    .all_reduce_slice_with(&mut mean, ReduceOp::Avg, by_soon())
                     .unwrap();
                 let expected = (0..world as i32).map(|r| r * 3).sum::<i32>() / world as i32;
                 assert!(mean.iter().all(|x| *x == expected));
                 let mut data = vec![rank as u16; n];
-                group.broadcast_slice(&mut data, world - 1, by_soon()).unwrap();
+                group
+                    .broadcast_slice_with(&mut data, world - 1, by_soon())
+                    .unwrap();
                 assert!(data.iter().all(|x| *x == world as u16 - 1));
             }
         });
@@ -70,7 +72,7 @@ fn a_rank_that_blocks_and_one_that_submits_are_in_the_same_operation() {
             let mut data = vec![rank as i64 + 1; n];
             if (round + rank) % 2 == 0 {
                 group
-                    .all_reduce_slice(&mut data, ReduceOp::Sum, by_soon())
+                    .all_reduce_slice_with(&mut data, ReduceOp::Sum, by_soon())
                     .unwrap();
             } else {
                 let work = group.all_reduce(Tensor::from_vec(data), ReduceOp::Sum).unwrap();
@@ -98,7 +100,7 @@ fn blocking_calls_keep_their_place_behind_submitted_ones() {
             .collect();
         let mut last = vec![rank as f64; 3];
         group
-            .all_reduce_slice(&mut last, ReduceOp::Sum, by_soon())
+            .all_reduce_slice_with(&mut last, ReduceOp::Sum, by_soon())
             .unwrap();
         assert_eq!(last, [1.0; 3]);
         for (i, work) in (0i64..).zip(works) {
@@ -155,13 +157,15 @@ fn a_blocking_call_ends_at_its_deadline_naming_the_rank_it_waits_for() {
             let mut data = vec![1f32; n];
             let began = Instant::now();
             let by = SubmitOptions::by(deadline_in(Duration::from_millis(150)));
-            let e = group.all_reduce_slice(&mut data, ReduceOp::Sum, by).unwrap_err();
+            let e = group
+                .all_reduce_slice_with(&mut data, ReduceOp::Sum, by)
+                .unwrap_err();
             assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
             assert!(e.to_string().contains("rank 1"), "{e}");
             assert!(began.elapsed() >= Duration::from_millis(150));
             assert!(began.elapsed() < Duration::from_secs(10));
             let e = group
-                .all_reduce_slice(&mut data, ReduceOp::Sum, by_soon())
+                .all_reduce_slice_with(&mut data, ReduceOp::Sum, by_soon())
                 .unwrap_err();
             assert_eq!(e.kind(), ErrorKind::Poisoned, "{e}");
         });
@@ -221,7 +225,7 @@ fn messages_pass_while_a_rank_blocks_in_a_collective() {
                 let blocked = scope.spawn(|| {
                     let mut data = [1i32; 5];
                     group
-                        .all_reduce_slice(&mut data, ReduceOp::Sum, by_soon())
+                        .all_reduce_slice_with(&mut data, ReduceOp::Sum, by_soon())
                         .unwrap();
                     data
                 });
@@ -246,7 +250,7 @@ fn messages_pass_while_a_rank_blocks_in_a_collective() {
         assert_eq!(work.take_tensor().unwrap().bytes(), [3]);
         let mut data = [2i32; 5];
         group
-            .all_reduce_slice(&mut data, ReduceOp::Sum, by_soon())
+            .all_reduce_slice_with(&mut data, ReduceOp::Sum, by_soon())
             .unwrap();
         assert_eq!(data, [3; 5]);
     });

@@ -123,7 +123,7 @@ impl Rank {
 fn count(group: &GlooGroup) -> f32 {
     let mut ones = [1f32];
     group
-        .all_reduce_slice(&mut ones, ReduceOp::Sum, SubmitOptions::by(soon()))
+        .all_reduce_slice_with(&mut ones, ReduceOp::Sum, SubmitOptions::by(soon()))
         .unwrap();
     ones[0]
 }

@@ -158,7 +158,7 @@ fn a_rank_that_offers_no_shared_memory_is_met_over_tcp() {
                 assert_eq!(group.transport(), expected);
                 let mut data = vec![rank as f32; 100_000];
                 let by = SubmitOptions::by(soon());
-                group.all_reduce_slice(&mut data, ReduceOp::Sum, by).unwrap();
+                group.all_reduce_slice_with(&mut data, ReduceOp::Sum, by).unwrap();
                 assert!(data.iter().all(|x| *x == 3.0));
             });
         }

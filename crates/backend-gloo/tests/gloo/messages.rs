@@ -264,7 +264,7 @@ fn several_threads_send_and_receive_in_one_group_beside_collectives() {
                 for i in 0..150i64 {
                     let mut data = vec![i + i64::from(rank); 700];
                     group
-                        .all_reduce_slice(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
+                        .all_reduce_slice_with(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
                         .unwrap();
                     assert!(data.iter().all(|x| *x == 2 * i + 1));
                 }

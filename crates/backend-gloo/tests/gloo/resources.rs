@@ -164,7 +164,7 @@ fn at_rest() {
         // Every ring has been used over its whole length.
         let mut data = vec![1f32; 3_000_000];
         group
-            .all_reduce_slice(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
+            .all_reduce_slice_with(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
             .unwrap();
         drop(data);
         meet.wait();

@@ -99,9 +99,7 @@ fn works(plugin: &Loaded) -> Outcome {
             );
             // The blocking form too, on borrowed memory, which is staged here.
             let mut slice = [f64::from(rank), f64::NAN];
-            group
-                .all_reduce_slice(&mut slice, ReduceOp::Min, SubmitOptions::default())
-                .map_err(text)?;
+            group.all_reduce_slice(&mut slice, ReduceOp::Min).map_err(text)?;
             ensure!(slice[0] == 0.0 && slice[1].is_nan(), "{slice:?}");
             let refused = group
                 .send(Tensor::from_vec(vec![1i32]), 0, 0)
