@@ -326,22 +326,27 @@ fn mistakes_are_named_with_what_to_change_and_end_with_code_2() {
 }
 
 #[test]
-fn an_operation_that_is_not_offered_ends_the_run_at_once_with_its_own_text() {
+fn an_operation_that_is_not_offered_ends_the_run_at_once_with_its_own_text_and_not_the_last_runs() {
     let dir = tempfile::tempdir().unwrap();
     let begun = Instant::now();
-    let output = Command::new(DDP)
-        .args(["--no-kill", "--time-limit-s", "120", "--out"])
-        .arg(dir.path())
-        .env("OXCCL_CHAOS_REFUSE", "1@40")
-        .output()
-        .unwrap();
-    let said = text(&output);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(
-        said.contains("error: ") && said.contains("no all-reduce at step 40"),
-        "{said}"
-    );
-    assert!(said.contains("replica 1: exit code 2"), "{said}");
+    // The second run in the same folder: what it says is its own cause, not that of the first.
+    for step in [40, 20] {
+        let output = Command::new(DDP)
+            .args(["--no-kill", "--time-limit-s", "120", "--out"])
+            .arg(dir.path())
+            .env("OXCCL_CHAOS_REFUSE", format!("1@{step}"))
+            .output()
+            .unwrap();
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("error: "), "{said}");
+        let causes: Vec<bool> = [40, 20]
+            .iter()
+            .map(|at| said.contains(&format!("no all-reduce at step {at}")))
+            .collect();
+        assert_eq!(causes, [step == 40, step == 20], "{said}");
+        assert!(said.contains("replica 1: exit code 2"), "{said}");
+    }
     // Far below the time limit of a step (300 s) and of the run.
     assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
 }

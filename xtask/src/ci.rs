@@ -54,6 +54,18 @@ const STEPS: &[Step] = &[
     task("locks", locks::check),
     task("deny", deny::check),
     task("book", book::build),
+    // What a registry would get: every file and README that a manifest names is there. It is built by the steps below.
+    cargo(
+        "package",
+        5,
+        &[
+            "package",
+            "--workspace",
+            "--no-verify",
+            "--allow-dirty",
+            "--quiet",
+        ],
+    ),
     cargo(
         "clippy",
         20,

@@ -32,6 +32,42 @@ use crate::{kernels, rendezvous};
 /// - `Completion::contributors` is set on every rank of an all-reduce and reduce-scatter, and on the root of a reduce;
 /// - a failure of any operation, point-to-point included, ends the configuration: every rank is told at once;
 /// - `shutdown`, or dropping an idle group, leaves: the others fail only if they still need this rank.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use backend_gloo::GlooGroup;
+/// use ftcore::store::InMemoryStore;
+/// use ftcore::{
+///     Cancel, Configuration, Epoch, GroupOptions, ProcessGroup as _, ProcessGroupExt as _, ReduceOp, deadline_in,
+/// };
+///
+/// let store = Arc::new(InMemoryStore::new());
+/// let sum = |rank| {
+///     let group = GlooGroup::new("example", GroupOptions::default())?;
+///     group.configure(Configuration {
+///         store: store.clone(),
+///         prefix: "example".into(),
+///         name: "example".into(),
+///         epoch: Epoch(1),
+///         rank,
+///         world_size: 2,
+///         deadline: deadline_in(Duration::from_secs(30)),
+///         cancel: Cancel::default(),
+///     })?;
+///     let mut values = [rank as f32 + 1.0; 4];
+///     group.all_reduce_slice(&mut values, ReduceOp::Sum)?;
+///     group.shutdown(deadline_in(Duration::from_secs(10)))?;
+///     Ok::<_, ftcore::Error>(values)
+/// };
+/// // Ranks are threads here, and mostly processes.
+/// std::thread::scope(|scope| {
+///     let other = scope.spawn(|| sum(1));
+///     assert_eq!(sum(0).unwrap(), [3.0; 4]);
+///     assert_eq!(other.join().unwrap().unwrap(), [3.0; 4]);
+/// });
+/// ```
 pub struct GlooGroup {
     settings: Settings,
     /// By how the ranks are connected: see [`TRANSPORTS`].

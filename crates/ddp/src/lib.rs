@@ -28,6 +28,19 @@ pub use sampler::{Part, Sampler};
 use state::Whole;
 
 /// How gradients travel.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use oxccl_ddp::DdpConfig;
+///
+/// let config = DdpConfig {
+///     bucket_elements: 1 << 20, // 4 MiB of f32 to an all-reduce
+///     step_timeout: Duration::from_secs(60),
+///     ..DdpConfig::for_steps(1000)
+/// };
+/// assert_eq!(config.steps, Some(1000));
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DdpConfig {
     /// Values in the first bucket of a dtype; small, so that communication starts early. In elements.
@@ -118,6 +131,25 @@ enum Run {
 }
 
 /// Fault-tolerant data parallel over a [`Replica`].
+///
+/// ```
+/// # extern crate replica as oxccl_replica;
+/// use ftcore::Result;
+/// use oxccl_ddp::{Ddp, DdpConfig, Slot};
+/// use oxccl_replica::Replica;
+///
+/// /// A hundred steps on weights of eight elements.
+/// fn train(replica: impl Replica, mut weights: Vec<f32>) -> Result<Vec<f32>> {
+///     let mut ddp = Ddp::new(replica, &[Slot::f32(8)], DdpConfig::for_steps(100))?;
+///     let gradients = |weights: &mut Vec<f32>, _: &_| Ok(vec![weights.iter().map(|w| w - 1.0).collect()]);
+///     let update = |weights: &mut Vec<f32>, mean: &[Vec<f32>]| {
+///         weights.iter_mut().zip(&mean[0]).for_each(|(w, g)| *w -= 0.1 * g);
+///         Ok(())
+///     };
+///     ddp.train(&mut weights, gradients, update, |step| println!("{step}"))?;
+///     Ok(weights)
+/// }
+/// ```
 pub struct Ddp<R> {
     replica: R,
     config: DdpConfig,

@@ -85,6 +85,20 @@ impl fmt::Display for OuterOptimizer {
 }
 
 /// A DiLoCo run. The names follow arXiv 2501.18512.
+///
+/// ```
+/// use oxccl_diloco::DilocoConfig;
+///
+/// let config = DilocoConfig {
+///     sync_every: 100, // inner steps between two averages of a fragment
+///     fragments: 4,
+///     ..DilocoConfig::for_rounds(50)
+/// };
+/// config.validate()?;
+/// // As published: everything at once, nothing overlapped.
+/// assert_eq!(DilocoConfig::diloco(500).fragments, 1);
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct DilocoConfig {
     /// H: every fragment is synchronised once in so many inner steps.

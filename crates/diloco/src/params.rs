@@ -6,6 +6,32 @@ use replica::{State, StateDict};
 /// A fixed, ordered list of named f32 tensors that live somewhere else.
 ///
 /// Order, names and counts must be the same on every replica and never change.
+///
+/// ```
+/// use ftcore::{Error, Result};
+/// use oxccl_diloco::Parameters;
+///
+/// /// One matrix of a model of one's own.
+/// struct Mine(Vec<f32>);
+///
+/// impl Parameters for Mine {
+///     fn len(&self) -> usize {
+///         1
+///     }
+///     fn name(&self, i: usize) -> &str {
+///         if i == 0 { "layer.0.weight" } else { "" }
+///     }
+///     fn count(&self, i: usize) -> usize {
+///         if i == 0 { self.0.len() } else { 0 }
+///     }
+///     fn read(&self, i: usize, f: &mut dyn FnMut(&[f32])) -> Result<()> {
+///         (i == 0).then(|| f(&self.0)).ok_or_else(|| Error::invalid("one parameter"))
+///     }
+///     fn write(&mut self, i: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()> {
+///         (i == 0).then(|| f(&mut self.0)).ok_or_else(|| Error::invalid("one parameter"))
+///     }
+/// }
+/// ```
 pub trait Parameters {
     /// The number of tensors.
     fn len(&self) -> usize;
@@ -94,6 +120,15 @@ pub trait Parameters {
 }
 
 /// Parameters in plain vectors.
+///
+/// ```
+/// use oxccl_diloco::{Parameters as _, SliceParameters};
+///
+/// let mut params = SliceParameters::new(vec![("bias".to_owned(), vec![0.0, 1.0])]);
+/// params.descend(&[vec![1.0, 1.0]], 0.5)?;
+/// assert_eq!(params.get(0), Some([-0.5, 0.5].as_slice()));
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SliceParameters {
     tensors: Vec<(String, Vec<f32>)>,

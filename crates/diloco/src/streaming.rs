@@ -69,6 +69,24 @@ impl fmt::Display for RoundReport {
 }
 
 /// DiLoCo over a [`Replica`] and [`Parameters`]. See the crate for the protocol.
+///
+/// ```
+/// # extern crate replica as oxccl_replica;
+/// use ftcore::Result;
+/// use oxccl_diloco::{Diloco, DilocoConfig, Parameters as _, SliceParameters};
+/// use oxccl_replica::Replica;
+///
+/// /// Twenty rounds; the state beside the parameters is the number of inner steps.
+/// fn train(replica: impl Replica, params: SliceParameters) -> Result<String> {
+///     let mut diloco = Diloco::new(replica, params, DilocoConfig::for_rounds(20))?;
+///     let inner_step = |params: &mut SliceParameters, step: &mut i64| {
+///         *step += 1;
+///         params.for_each_mut(|_, weights| weights.iter_mut().for_each(|w| *w += 0.1 * (1.0 - *w)))
+///     };
+///     diloco.train(&mut 0, inner_step, |round| println!("{round}"))?;
+///     diloco.global_hash()
+/// }
+/// ```
 pub struct Diloco<R, P> {
     replica: R,
     params: P,

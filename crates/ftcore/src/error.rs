@@ -115,6 +115,15 @@ struct Inner {
 ///
 /// `{}` is one line: what happened, to what. `{:?}` is for people too, since `fn main() -> Result<()>` prints it: the kind, that line, what to
 /// do, and the causes. `{:#?}` has the fields.
+///
+/// ```
+/// use ftcore::{Error, ErrorKind};
+///
+/// let error = Error::new(ErrorKind::Timeout, "not done by its deadline").with_op("all_reduce").with_peer(1);
+/// assert_eq!(error.kind(), ErrorKind::Timeout);
+/// assert!(error.to_string().starts_with("all_reduce") && error.to_string().contains("peer 1"));
+/// println!("{}", error.advice()); // what to do
+/// ```
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
 
@@ -332,6 +341,7 @@ impl fmt::Debug for Error {
     }
 }
 
+/// By hand, as `Display` and `Debug` are: the text is made of the parts that are known, and the source is behind the shared pointer.
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.0

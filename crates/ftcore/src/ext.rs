@@ -14,6 +14,20 @@ use crate::{
 ///
 /// Each takes its tensors by value, validates them (a refusal gives them back in [`Rejected`]), submits, and returns a
 /// [`Work`] that gives them back when done. All wait with the group's default time-out; `run` takes other options.
+///
+/// ```
+/// use ftcore::{ProcessGroup, ProcessGroupExt as _, ReduceOp, Result, Tensor};
+///
+/// fn some(group: &dyn ProcessGroup) -> Result<()> {
+///     let mut mine = [1.0_f32; 4];
+///     group.all_reduce_slice(&mut mine, ReduceOp::Max)?; // memory of one's own, blocking
+///     let work = group.broadcast(Tensor::from_slice(&mine), 0)?; // a tensor that is given away, and comes back
+///     group.barrier()?;
+///     work.wait_done()?;
+///     println!("{:?}", work.take_tensor()?.as_slice::<f32>()?);
+///     Ok(())
+/// }
+/// ```
 pub trait ProcessGroupExt: ProcessGroup {
     /// Validates and submits `op`.
     fn run(&self, op: Collective, options: SubmitOptions) -> Result<Work, Box<Rejected>> {

@@ -93,6 +93,35 @@ pub struct Traffic {
 /// - after the first failure the group is *poisoned*: later submissions fail with `Poisoned` and the first cause, until
 ///   the next `configure` (L32). Where `Abort` and `Reconfigure` are advertised this costs milliseconds;
 /// - dropping a group never blocks: it aborts what is pending and lets its threads end.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use ftcore::{
+///     Cancel, Configuration, Device, Epoch, GroupOptions, ProcessGroup, ProcessGroupExt as _, ReduceOp, Registry,
+///     Result, Store, deadline_in,
+/// };
+///
+/// /// The sum over all ranks, that meet in `store`.
+/// fn sum(store: Arc<dyn Store>, rank: u32, world_size: u32) -> Result<[f32; 2]> {
+///     let group = Registry::global().create("gloo", &Device::CPU, &GroupOptions::default())?;
+///     group.configure(Configuration {
+///         store,
+///         prefix: "example".into(),
+///         name: "example".into(),
+///         epoch: Epoch(1), // after a failure: the next one, of the ranks that are left
+///         rank,
+///         world_size,
+///         deadline: deadline_in(Duration::from_secs(30)),
+///         cancel: Cancel::default(),
+///     })?;
+///     let mut values = [rank as f32, 1.0];
+///     group.all_reduce_slice(&mut values, ReduceOp::Sum)?;
+///     group.shutdown(deadline_in(Duration::from_secs(10)))?;
+///     Ok(values)
+/// }
+/// ```
 pub trait ProcessGroup: Send + Sync {
     /// Backend, rank, world size, epoch, device.
     fn info(&self) -> GroupInfo;

@@ -36,6 +36,16 @@ enum Owner {
 }
 
 /// A contiguous tensor that owns (or keeps alive) its memory. Not `Clone`: there is one writer.
+///
+/// ```
+/// use ftcore::{DType, Tensor};
+///
+/// let mut tensor = Tensor::from_vec(vec![1.0_f32, 2.0, 3.0]); // takes the vector over, without a copy
+/// tensor.as_mut_slice::<f32>()?[0] = 5.0;
+/// assert_eq!((tensor.dtype(), tensor.shape()), (DType::F32, [3].as_slice()));
+/// assert_eq!(tensor.as_slice::<f32>()?, [5.0, 2.0, 3.0]);
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct Tensor {
     ptr: NonNull<u8>,
     dtype: DType,

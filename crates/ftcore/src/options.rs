@@ -17,6 +17,21 @@ mod text;
 pub use text::{Resolved, VARIABLE, option_text, variable_prefix};
 
 /// Options with which a group is created; they survive configure and split.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::GroupOptions;
+///
+/// let options = GroupOptions {
+///     timeout: Duration::from_secs(20),
+///     hints: [("connections".to_owned(), "4".to_owned())].into(),
+///     ..GroupOptions::default()
+/// };
+/// // A backend refuses what it does not honour, and names what it knows.
+/// let refused = options.require_honoured("loopback", &[]).unwrap_err();
+/// assert!(refused.to_string().contains("connections"));
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupOptions {
     /// How long an operation may take when the call names no deadline. Counted from submission (L35).
@@ -122,6 +137,17 @@ impl GroupOptions {
 }
 
 /// Options of one call.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::{ProcessGroup, ProcessGroupExt as _, ReduceOp, Result, SubmitOptions, deadline_in};
+///
+/// fn quick(group: &dyn ProcessGroup, values: &mut [f32]) -> Result<()> {
+///     let options = SubmitOptions::by(deadline_in(Duration::from_secs(2)));
+///     group.all_reduce_slice_with(values, ReduceOp::Sum, options)
+/// }
+/// ```
 #[derive(Clone)]
 pub struct SubmitOptions {
     /// The operation fails with `Timeout` at this instant. `None`: the group's time-out from submission.

@@ -62,6 +62,37 @@ impl fmt::Display for Source {
 }
 
 /// Makes groups of one backend.
+///
+/// ```
+/// use ftcore::registry::BackendFactory;
+/// use ftcore::{
+///     Capabilities, DType, DTypeSet, Device, Error, FeatureSet, GroupOptions, OpKind, OpSet, ProcessGroup, ReduceOp,
+///     Result, names,
+/// };
+///
+/// struct Mine;
+///
+/// impl BackendFactory for Mine {
+///     fn probe(&self) -> Result<()> {
+///         Ok(()) // no library to look for
+///     }
+///     fn capabilities(&self) -> Capabilities {
+///         Capabilities {
+///             ops: OpSet::of(&[OpKind::Broadcast, OpKind::Barrier]),
+///             moves: DTypeSet::of(&[DType::F32]),
+///             reduces: [DTypeSet::NONE; ReduceOp::COUNT],
+///             features: FeatureSet::NONE,
+///             options: Vec::new(),
+///             devices: names(&["cpu"]),
+///             notes: Vec::new(),
+///         }
+///     }
+///     fn create(&self, _: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
+///         options.require_honoured("mine", &[])?;
+///         Err(Error::unsupported("no groups yet"))
+///     }
+/// }
+/// ```
 pub trait BackendFactory: Send + Sync {
     /// Whether it can be used here and now; the error says why not (library not found at …, symbol missing, no
     /// device, version too old). Cheap enough to be called for a table.
@@ -194,6 +225,16 @@ pub struct Unusable {
 }
 
 /// A map of backends. There is one per process ([`Registry::global`]); tests make their own.
+///
+/// ```
+/// use ftcore::{Device, GroupOptions, Registry};
+///
+/// for backend in Registry::global().list() {
+///     println!("{} for {}: {}", backend.name, backend.device, backend.source);
+/// }
+/// // One that is not there is an error that says which ones are.
+/// assert!(Registry::global().create("mine", &Device::CPU, &GroupOptions::default()).is_err());
+/// ```
 #[derive(Default)]
 pub struct Registry {
     inner: RwLock<Inner>,

@@ -59,6 +59,7 @@ impl std::fmt::Display for Rejected {
     }
 }
 
+/// By hand: its text is that of `error`, so its source is that of `error` too; thiserror's `transparent` allows no second field.
 impl std::error::Error for Rejected {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         std::error::Error::source(&self.error)

@@ -47,6 +47,7 @@ impl fmt::Display for Failed {
     }
 }
 
+/// By hand: its text is that of `error`, so its source is that of `error` too; thiserror's `transparent` allows no second field.
 impl std::error::Error for Failed {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         std::error::Error::source(&self.error)
@@ -127,6 +128,19 @@ struct Shared {
 }
 
 /// A handle to a submitted operation. Clones refer to the same operation.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::{ProcessGroup, ProcessGroupExt as _, ReduceOp, Result, Tensor, deadline_in};
+///
+/// fn mean(group: &dyn ProcessGroup, gradients: Vec<f32>) -> Result<Vec<f32>> {
+///     let work = group.all_reduce(Tensor::from_vec(gradients), ReduceOp::Avg)?;
+///     // … computing beside it …
+///     work.wait(deadline_in(Duration::from_secs(10)))?;
+///     Ok(work.take_tensor()?.as_slice()?.to_vec())
+/// }
+/// ```
 #[derive(Clone)]
 pub struct Work(Arc<Shared>);
 

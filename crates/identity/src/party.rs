@@ -1,6 +1,5 @@
 //! This process in one role: the certificate that it shows, and connections that it makes.
 
-use std::fmt;
 use std::future::poll_fn;
 use std::io;
 use std::path::PathBuf;
@@ -202,7 +201,8 @@ impl Party {
 
 /// The source of an error of [`Party::connect`] that another try would not cure: the other side is there, and one of the two is not whom the other
 /// expects.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct Refusal(String);
 
 impl Refusal {
@@ -211,14 +211,6 @@ impl Refusal {
         error.is::<Self>() || error.source().is_some_and(Self::is_in)
     }
 }
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Refusal {}
 
 fn refusal(text: String) -> Error {
     unavailable(text.clone()).with_source(Refusal(text))

@@ -45,6 +45,16 @@ const MARGIN: Duration = Duration::from_secs(2);
 /// - groups made by `split` live in the same child: what kills it ends them all. They have no spare of their own; after the
 ///   child's end, split again;
 /// - ranks may be threads, whatever the backend: each has a child of its own.
+///
+/// ```no_run
+/// use ftcore::{Device, ProcessGroup as _};
+/// use oxccl_isolate::{IsolateOptions, IsolatedGroup};
+///
+/// let group = IsolatedGroup::new(IsolateOptions::new("xccl", Device::CPU))?;
+/// // Configured and used as any other. This kills the library's process, and the next epoch has another one.
+/// group.abort("a peer is gone");
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct IsolatedGroup {
     /// The first field: whatever is pending ends before the child is let go of.
     lifecycle: Lifecycle<Engine>,

@@ -63,6 +63,19 @@ impl FromStr for HealOver {
 }
 
 /// How one rank of one replica takes part.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use oxccl_manager::ManagerConfig;
+///
+/// let config = ManagerConfig {
+///     timeout: Duration::from_secs(20),
+///     min_replicas: 2, // below that no step commits
+///     ..ManagerConfig::new("replica0", "http://127.0.0.1:29510")
+/// };
+/// assert_eq!(config.group_world_size, 1); // one process is the whole replica
+/// ```
 #[derive(Clone)]
 pub struct ManagerConfig {
     /// The replica's name, the same in each of its lives; the id is `name:random`.

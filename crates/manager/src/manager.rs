@@ -54,6 +54,32 @@ struct Servers {
 }
 
 /// One rank of one replica. See [`Replica`] for the protocol.
+///
+/// ```no_run
+/// # extern crate replica as oxccl_replica;
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use backend_gloo::GlooGroup;
+/// use ftcore::{GroupOptions, ReduceOp, Tensor, deadline_in};
+/// use oxccl_manager::{Manager, ManagerConfig};
+/// use oxccl_replica::Replica as _;
+///
+/// let group = Arc::new(GlooGroup::new("gradients", GroupOptions::default())?);
+/// let mut manager = Manager::new(group, ManagerConfig::new("replica0", "http://127.0.0.1:29510"))?;
+/// let mut weights = vec![0.0_f32; 8]; // the state: what a replica that comes back takes over
+/// for _ in 0..100 {
+///     let deadline = deadline_in(Duration::from_secs(60));
+///     manager.start_quorum(&mut weights, deadline)?;
+///     let gradients = Tensor::from_vec(vec![1.0_f32; 8]);
+///     let mean = manager.all_reduce(vec![gradients], ReduceOp::Avg);
+///     if manager.should_commit(deadline)? {
+///         let mean = mean.take()?.into_tensor()?;
+///         weights.iter_mut().zip(mean.as_slice::<f32>()?).for_each(|(w, g)| *w -= 0.1 * g);
+///     } // else: a replica died; nothing was applied, and the same step is done again
+/// }
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct Manager {
     config: ManagerConfig,
     replica_id: String,

@@ -36,6 +36,20 @@ use crate::{Codec, ErrorFeedback};
 ///   the stream in [`SubmitOptions`] had before it, and is over on the device when its work ends.
 /// - Over a group that moves only a device's memory the encoded bytes stay on the device
 ///   ([`DeviceBytes`](crate::DeviceBytes)); error feedback and [`Moves::Quantized`] are then `Unsupported`.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+///
+/// use ftcore::{ProcessGroup, ProcessGroupExt as _, ReduceOp, Result};
+/// use oxccl_quant::{Codec, QuantizedGroup};
+///
+/// /// Bitwise the same on all ranks, for a quarter of the bytes.
+/// fn mean(group: Arc<dyn ProcessGroup>, gradients: &mut [f32]) -> Result<()> {
+///     let group = QuantizedGroup::new(group, Codec::Int8B64, Duration::from_secs(60))?;
+///     group.all_reduce_slice(gradients, ReduceOp::Avg)
+/// }
+/// ```
 pub struct QuantizedGroup {
     /// The first field: whatever is pending ends before the group below is let go of.
     lifecycle: Lifecycle<Engine>,

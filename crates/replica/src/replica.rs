@@ -12,6 +12,31 @@ use crate::ManagedWork;
 ///
 /// `save` is called on the training thread inside `start_quorum`, when another replica needs to heal from this one; the
 /// result is an immutable snapshot (L10). `load` is called there too, on the replica that heals, more than once if it is far behind.
+///
+/// ```
+/// use ftcore::Result;
+/// use oxccl_replica::{State, StateDict};
+///
+/// struct Train {
+///     weights: Vec<f32>,
+///     next_sample: i64,
+/// }
+///
+/// impl State for Train {
+///     fn save(&self, out: &mut StateDict) -> Result<()> {
+///         out.insert_f32("weights", &[self.weights.len()], &self.weights)?;
+///         out.insert_i64s("next sample", &[self.next_sample])
+///     }
+///     fn load(&mut self, from: &StateDict) -> Result<()> {
+///         let weights = from.get_f32_shaped("weights", &[self.weights.len()])?;
+///         let next = from.get_i64s("next sample")?;
+///         // All of it is there and fits: now it may change.
+///         self.weights = weights;
+///         self.next_sample = next.first().copied().unwrap_or_default();
+///         Ok(())
+///     }
+/// }
+/// ```
 pub trait State {
     /// Puts everything that the next step depends on into `out`.
     fn save(&self, out: &mut StateDict) -> Result<()>;
@@ -108,6 +133,27 @@ impl fmt::Display for Healed {
 }
 
 /// One replica's view of a fault-tolerant job. Not thread-safe: one training loop drives it.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::{ReduceOp, Result, Tensor, deadline_in};
+/// use oxccl_replica::Replica;
+///
+/// /// One step, done again until it commits.
+/// fn step(replica: &mut impl Replica, weights: &mut Vec<f32>, gradients: &[f32]) -> Result<()> {
+///     loop {
+///         let deadline = deadline_in(Duration::from_secs(60));
+///         replica.start_quorum(weights, deadline)?; // who takes part; heals this replica if it is behind
+///         let mean = replica.all_reduce(vec![Tensor::from_slice(gradients)], ReduceOp::Avg);
+///         if replica.should_commit(deadline)? {
+///             let mean = mean.take()?.into_tensor()?;
+///             weights.iter_mut().zip(mean.as_slice::<f32>()?).for_each(|(w, g)| *w -= 0.1 * g);
+///             return Ok(());
+///         }
+///     }
+/// }
+/// ```
 pub trait Replica {
     /// Agrees with the other replicas on who takes part in the current step, connects the group and heals this
     /// replica if it is behind. Blocks until the quorum stands or `deadline`.

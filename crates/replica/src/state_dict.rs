@@ -84,6 +84,17 @@ impl AsRef<[u8]> for Shared {
 ///
 /// Names are any non-empty text except `__metadata__` (the file format keeps that one); by convention
 /// `provider/module.weight`. Metadata keys that start with `checkpoint::RESERVED_METADATA_PREFIX` are refused on encoding.
+///
+/// ```
+/// use oxccl_replica::StateDict;
+///
+/// let mut state = StateDict::new();
+/// state.insert_f32("layer.weight", &[2, 2], &[1.0, 2.0, 3.0, 4.0])?;
+/// state.insert_i64s("next sample", &[128])?;
+/// assert_eq!(state.get_f32_shaped("layer.weight", &[2, 2])?, [1.0, 2.0, 3.0, 4.0]);
+/// assert!(state.get_f32_shaped("layer.weight", &[4, 4]).is_err()); // another model
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StateDict {
     tensors: BTreeMap<String, StateTensor>,

@@ -13,6 +13,18 @@ use crate::Dimension::{Context, Data, Expert, Pipeline, Tensor};
 use crate::{Dimension, RankOrder, Sizes};
 
 /// What a [`Layout`] is made from. The lengths of the data parallel groups follow from the number of ranks.
+///
+/// ```
+/// use oxccl_world::{GroupKind, Layout, LayoutSpec};
+///
+/// // 16 ranks: tensors split in two, two pipeline stages, so four copies of the model.
+/// let spec = LayoutSpec { tensor: 2, pipeline: 2, ..LayoutSpec::default() };
+/// let layout = Layout::new(16, spec)?;
+/// assert_eq!(layout.group_of(5, GroupKind::Tensor)?, Some(vec![4, 5]));
+/// assert_eq!(layout.group_of(5, GroupKind::Data)?, Some(vec![1, 3, 5, 7]));
+/// assert_eq!(layout.group_of(5, GroupKind::Pipeline)?, Some(vec![5, 13]));
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayoutSpec {
     /// Tensor parallel ranks of the dense layers.

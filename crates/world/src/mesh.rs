@@ -81,6 +81,21 @@ impl MeshShape {
 }
 
 /// The ranks of a world in named dimensions, with this rank's group along each.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use ftcore::{ProcessGroupExt as _, ReduceOp, deadline_in};
+/// use oxccl_world::{DeviceMesh, MeshShape, World};
+///
+/// let world = World::from_env()?; // 8 processes
+/// let shape = MeshShape::new(&[("replicate", 2), ("shard", 4)])?;
+/// let mesh = DeviceMesh::new(&world, shape, deadline_in(Duration::from_secs(30)))?;
+/// let mut gradient = [1.0_f32; 16];
+/// mesh.group("shard")?.all_reduce_slice(&mut gradient, ReduceOp::Avg)?;
+/// mesh.group("replicate")?.all_reduce_slice(&mut gradient, ReduceOp::Avg)?;
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct DeviceMesh {
     shape: MeshShape,
     rank: u32,

@@ -103,6 +103,16 @@ impl Sizes {
 }
 
 /// The ranks of a job in five dimensions.
+///
+/// ```
+/// use oxccl_world::{Dimension, RankOrder, Sizes};
+///
+/// let sizes = Sizes { tensor: 2, data: 4, ..Sizes::default() };
+/// let order = RankOrder::new("tp-dp", sizes)?; // neighbours differ in their part of the tensors
+/// assert_eq!(order.groups(&[Dimension::Tensor])[0], [0, 1]);
+/// assert_eq!(order.groups(&[Dimension::Data])[0], [0, 2, 4, 6]);
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankOrder {
     /// Fastest first.

@@ -17,6 +17,14 @@ use crate::one_host::{self, RemovedFile};
 const ASK: Duration = Duration::from_secs(2);
 
 /// One process among those of a job.
+///
+/// ```
+/// use oxccl_world::Place;
+///
+/// let place = Place::from_url("tcp://127.0.0.1:29500?rank=1&world_size=4")?;
+/// assert_eq!((place.rank, place.world_size), (1, 4));
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     /// This process's rank.

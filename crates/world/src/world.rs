@@ -115,6 +115,24 @@ impl WorldOptions {
 }
 
 /// In what a new group differs from the world's: in nothing, by default.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use ftcore::deadline_in;
+/// use oxccl_world::{GroupSpec, World};
+///
+/// let world = World::from_env()?;
+/// let spec = GroupSpec {
+///     name: Some("evaluation".into()),
+///     timeout: Some(Duration::from_secs(5)),
+///     ..GroupSpec::default()
+/// };
+/// // A call of all ranks; `None` on those that are not in it.
+/// let group = world.new_group(&[0, 1], &spec, deadline_in(Duration::from_secs(30)))?;
+/// # drop(group);
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GroupSpec {
     /// Other backends, or only some of the world's: `cpu:gloo` of a `cpu:gloo,cuda:nccl` world makes the gloo group beside it. The same on
@@ -154,6 +172,19 @@ fn says_split(value: Option<&OsStr>) -> Result<bool> {
 /// All ranks of a job. See the module.
 ///
 /// It is configured once: jobs whose members come and go have a manager around a group instead.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use ftcore::{ProcessGroupExt as _, ReduceOp, deadline_in};
+/// use oxccl_world::World;
+///
+/// let world = World::from_env()?; // under torchrun, mpirun, srun, oxccl launch
+/// let mut values = [world.rank() as f32; 4];
+/// world.group().all_reduce_slice(&mut values, ReduceOp::Sum)?;
+/// world.shutdown(deadline_in(Duration::from_secs(10)))?;
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct World {
     group: Box<dyn ProcessGroup>,
     configuration: Configuration,

@@ -7,6 +7,7 @@ use oxccl::launch::EventKind;
 use oxccl_launch::SupervisorEvent;
 use serde::Serialize;
 
+use super::text::subject;
 use crate::campaign::{Disturbance, What};
 
 /// How many of the longest times without a commit are told.
@@ -213,40 +214,37 @@ fn ms(from_us: u64, to_us: u64) -> f64 {
 
 impl fmt::Display for Cost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "steps          {} in {:.1} s, {:.2} each second; between them {}",
+        let steps = format!(
+            "{} in {:.1} s, {:.2} each second; between them {}",
             self.steps,
             self.seconds,
             self.rate(),
             self.between_commits
-        )?;
+        );
+        subject(f, "steps", &steps)?;
         if let Some(seed) = self.seed {
-            writeln!(
-                f,
-                "disturbances   {} kills and {} stops of ranks, {} kills of the lighthouse (seed {}); {} restarts, {} heals, {} attempts repeated",
-                self.kills, self.stops, self.lighthouse_kills, seed, self.restarts, self.heals, self.retried
-            )?;
-            writeln!(
-                f,
-                "kill           to the others' next commit {}",
-                self.kill_to_commit
-            )?;
-            writeln!(
-                f,
-                "stop           to the others' next commit {}",
-                self.stop_to_commit
-            )?;
-            writeln!(
-                f,
-                "lighthouse     killed, to the next commit {}",
-                self.lighthouse_to_commit
-            )?;
-            writeln!(
-                f,
-                "death          to the replica's own next commit {}",
-                self.death_to_own_commit
-            )?;
+            let done = format!(
+                "{} kills and {} stops of ranks, {} kills of the lighthouse (seed {seed}); \
+                 {} restarts, {} heals, {} attempts repeated",
+                self.kills, self.stops, self.lighthouse_kills, self.restarts, self.heals, self.retried
+            );
+            subject(f, "disturbances", &done)?;
+            for (name, to, times) in [
+                ("kill", "to the others' next commit", &self.kill_to_commit),
+                ("stop", "to the others' next commit", &self.stop_to_commit),
+                (
+                    "lighthouse",
+                    "killed, to the next commit",
+                    &self.lighthouse_to_commit,
+                ),
+                (
+                    "death",
+                    "to the replica's own next commit",
+                    &self.death_to_own_commit,
+                ),
+            ] {
+                subject(f, name, &format!("{to} {times}"))?;
+            }
         }
         for gap in &self.longest {
             let after = match gap.after.is_empty() {
@@ -254,10 +252,8 @@ impl fmt::Display for Cost {
                 false => gap.after.join(", "),
             };
             let (ms, step, at_s) = (gap.ms, gap.step, gap.at_s);
-            writeln!(
-                f,
-                "no commit      for {ms:.0} ms before step {step} ({at_s:.1} s): {after}"
-            )?;
+            let text = format!("for {ms:.0} ms before step {step} ({at_s:.1} s): {after}");
+            subject(f, "no commit", &text)?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The report as text: a table of the replicas, then one aligned line per subject.
+//! The report as text, at most 100 columns wide: a table of the replicas, then one aligned paragraph per subject.
 
 use std::fmt;
 
@@ -20,20 +20,15 @@ impl fmt::Display for Report {
             self.wall_s
         )?;
         let dash = || "-".to_owned();
+        // Two lines, so that the table is not wider than its figures.
         let mut rows = vec![
             [
-                "replica",
-                "starts",
-                "inner steps",
-                "commits",
-                "retried",
-                "last step",
-                "train loss",
-                "held-out",
-                "tokens/s",
-                "sent",
-                "received",
-                "longest stall",
+                "", "", "inner", "", "", "last", "train", "held-", "tokens", "", "", "longest",
+            ]
+            .map(str::to_owned),
+            [
+                "replica", "starts", "steps", "commits", "retried", "step", "loss", "out", "/s", "sent",
+                "received", "stall",
             ]
             .map(str::to_owned),
         ];
@@ -182,8 +177,29 @@ impl Report {
     }
 }
 
-fn subject(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
-    writeln!(f, "{name:<15}{text}")
+/// Where the text of a subject begins, and how wide a line may be.
+const INDENT: usize = 15;
+const WIDTH: usize = 100;
+
+/// One subject: its name, and its text wrapped beside it.
+pub(super) fn subject(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
+    let mut line = format!("{name:<INDENT$}");
+    let mut width = INDENT;
+    for (i, word) in text.split(' ').enumerate() {
+        let more = word.chars().count() + usize::from(i > 0);
+        if i > 0 && width + more > WIDTH {
+            writeln!(f, "{line}")?;
+            line = " ".repeat(INDENT) + word;
+            width = INDENT + more - 1;
+            continue;
+        }
+        if i > 0 {
+            line.push(' ');
+        }
+        line.push_str(word);
+        width += more;
+    }
+    writeln!(f, "{line}")
 }
 
 fn everyone(n: usize, ranks: u32) -> String {

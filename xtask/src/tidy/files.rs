@@ -26,7 +26,7 @@ pub(super) fn check(source: &Source) -> Vec<Finding> {
         ));
     }
     let header: Vec<&str> = source.text.lines().take_while(|l| l.starts_with("//!")).collect();
-    let lines = source.text.lines().count();
+    let lines = source.text.lines().count() - example_lines(&source.text);
     if lines > MAX_LINES && !header.iter().any(|l| l.contains(EXCUSE)) {
         let text = format!(
             "{lines} lines (limit {MAX_LINES}): look for the second subject, or say why in the header \
@@ -44,6 +44,22 @@ pub(super) fn check(source: &Source) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// The lines of the examples in the documentation: they make no subject larger.
+fn example_lines(text: &str) -> usize {
+    let mut is_example = false;
+    let mut lines = 0;
+    for line in text.lines().map(str::trim_start) {
+        let Some(documentation) = line.strip_prefix("///") else {
+            is_example = false;
+            continue;
+        };
+        let is_fence = documentation.trim_start().starts_with("```");
+        lines += usize::from(is_example || is_fence);
+        is_example ^= is_fence;
+    }
+    lines
 }
 
 /// Every member takes the lints of the workspace.
@@ -107,6 +123,10 @@ mod tests {
         assert!(rules("crates/x/src/y.rs", &excused).is_empty());
         let exact = format!("//! Just fits.\n{}", "x();\n".repeat(MAX_LINES - 1));
         assert!(rules("crates/x/src/y.rs", &exact).is_empty());
+        let example = format!("{exact}/// What.\n/// ```\n/// x();\n/// ```\n");
+        assert_eq!(rules("crates/x/src/y.rs", &example), ["length"]);
+        let without = example.replace("/// What.\n", "");
+        assert!(rules("crates/x/src/y.rs", &without).is_empty());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
 //! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts;
 //! `words` knows the terms of the field, `links` where the documentation points, `width` how long its lines are, `commands` what its commands name,
-//! `programs` which examples its programs are.
+//! `programs` which examples its programs are, `starts` which types need one.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -25,6 +25,7 @@ mod links;
 mod programs;
 mod rules;
 mod stairs;
+mod starts;
 mod variables;
 mod width;
 mod words;
@@ -110,6 +111,7 @@ pub(crate) fn check() -> Result<bool> {
     let texts: Vec<&str> = documents.iter().map(|(_, text)| text.as_str()).collect();
     findings.extend(variables::check(&sources, &texts.join("\n")));
     findings.extend(lessons::check(&sources));
+    findings.extend(starts::check(&sources));
     findings.sort();
     for finding in &findings {
         println!("{finding}");

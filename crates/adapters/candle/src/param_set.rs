@@ -14,6 +14,24 @@ use crate::slices;
 /// - Cloning is cheap and shares the variables: a write through one clone is seen by all and by the model.
 /// - Do not write between a forward pass and its backward pass: the graph refers to the same storage.
 /// - A closure given to a method holds that variable's lock; it must not compute with the same variable.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, VarBuilder, VarMap, linear, loss::mse};
+/// use oxccl::diloco::Parameters as _;
+/// use oxccl_candle::ParamSet;
+///
+/// let (map, cpu) = (VarMap::new(), &Device::Cpu);
+/// let model = linear(2, 1, VarBuilder::from_varmap(&map, DType::F32, cpu))?;
+/// let mut params = ParamSet::from_var_map(&map)?;
+/// let (x, y) = (Tensor::new(&[[1.0_f32, 2.0]], cpu)?, Tensor::new(&[[3.0_f32]], cpu)?);
+/// let loss = |model: &candle_nn::Linear| model.forward(&x).and_then(|out| mse(&out, &y));
+/// let before = loss(&model)?.to_scalar::<f32>()?;
+/// let gradients = params.gradients_of(loss(&model))?;
+/// params.descend(&gradients, 0.01)?; // the model's own variables change
+/// assert!(loss(&model)?.to_scalar::<f32>()? < before);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct ParamSet {
     params: Vec<Param>,

@@ -53,6 +53,20 @@ pub use page::{
 pub use why::Why;
 
 /// How a lighthouse behaves.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use oxccl_coordination::LighthouseConfig;
+///
+/// let config = LighthouseConfig {
+///     min_replicas: 2,
+///     heartbeat_timeout: Duration::from_secs(2),
+///     state_file: Some("/var/lib/oxccl/job.json".into()),
+///     ..LighthouseConfig::default()
+/// };
+/// assert_eq!(config.bind, "127.0.0.1:29510");
+/// ```
 #[derive(Debug, Clone)]
 pub struct LighthouseConfig {
     /// Where to listen, `host:port`; port 0 takes a free one.
@@ -136,6 +150,21 @@ impl Default for LighthouseConfig {
 }
 
 /// A running lighthouse. Dropping it closes its port and all connections at once.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::deadline_in;
+/// use oxccl_coordination::{LighthouseConfig, LighthouseServer};
+///
+/// let lighthouse = LighthouseServer::start(LighthouseConfig {
+///     bind: "127.0.0.1:0".into(),
+///     ..LighthouseConfig::default()
+/// })?;
+/// println!("replicas connect to {}", lighthouse.address()); // a browser does, too
+/// lighthouse.shutdown(deadline_in(Duration::from_secs(5)))?;
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct LighthouseServer {
     service: Service,

@@ -54,6 +54,37 @@ pub struct SpinBudget {
 /// - After `interrupt` a blocked `enqueue` or `release` should return; until it has, the group has not ended. An `enqueue` that was on its
 ///   way gives its operation back: what `interrupt` does not find stays pending.
 /// - An operation's memory is the driver's from `enqueue` until it hands it back through the ticket.
+///
+/// ```
+/// use ftcore::engine::{Driver, Ended, Job, Ticket};
+/// use ftcore::{Collective, Completion, Error, Result};
+///
+/// struct Call(Collective);
+///
+/// impl Job for Call {
+///     fn into_op(self) -> Collective {
+///         self.0
+///     }
+/// }
+///
+/// /// A driver of a world of one, whose operations are done as they begin.
+/// struct Alone;
+///
+/// impl Driver for Alone {
+///     type Job = Call;
+///
+///     fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
+///         let tensors = call.0.into_tensors();
+///         ticket.succeed(Completion { tensors, source: None, contributors: 1 });
+///     }
+///     fn interrupt(&self, _: &Error, ended: Ended<Self>) {
+///         ended.clean(); // nothing is in hand
+///     }
+///     fn release(&self) -> Result<()> {
+///         Ok(())
+///     }
+/// }
+/// ```
 pub trait Driver: Send + Sync + Sized + 'static {
     /// What is submitted.
     type Job: Job;

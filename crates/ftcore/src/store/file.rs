@@ -38,6 +38,20 @@ const LOCK_PAUSE: Duration = Duration::from_micros(100);
 ///
 /// The file must be new for each job: keys of an earlier job in the same file are seen by the next one. It is never
 /// removed by this type, and it only grows.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::store::{FileStore, Store};
+/// use ftcore::deadline_in;
+///
+/// let path = std::env::temp_dir().join(format!("example-{}", std::process::id()));
+/// let (store, soon) = (FileStore::open(&path)?, deadline_in(Duration::from_secs(5)));
+/// store.set("key", b"value", soon)?;
+/// assert_eq!(store.get("key", soon)?, b"value");
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct FileStore {
     path: PathBuf,
     log: Mutex<Log>,

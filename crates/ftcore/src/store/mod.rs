@@ -31,6 +31,19 @@ pub use tcp::{TcpStore, TcpStoreServer, epoch_prefix};
 /// - a lost server is `ErrorKind::Unavailable` (the store reconnects until the deadline first), one that has not answered by the deadline
 ///   `ErrorKind::Timeout`;
 /// - calls may be made from several threads; a blocked `wait` does not delay calls of other threads.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::store::{InMemoryStore, Store};
+/// use ftcore::deadline_in;
+///
+/// let (store, soon) = (InMemoryStore::new(), deadline_in(Duration::from_secs(5)));
+/// store.set("rank0/address", b"10.0.0.4:4103", soon)?;
+/// assert_eq!(store.get("rank0/address", soon)?, b"10.0.0.4:4103"); // waits until the key is there
+/// assert_eq!(store.add("arrived", 1, soon)?, 1);
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub trait Store: Send + Sync {
     /// Sets `key`, replacing what is there.
     fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()>;

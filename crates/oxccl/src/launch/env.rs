@@ -26,6 +26,21 @@ pub const ENV_REPLICA_STORE: &str = "OXCCL_REPLICA_STORE";
 pub const ENV_EVENTS: &str = "OXCCL_EVENTS";
 
 /// A replica's place in the job, as its supervisor set it.
+///
+/// ```
+/// use oxccl::launch::ReplicaEnv;
+///
+/// // `ReplicaEnv::from_env()` reads what `oxccl launch` has set; any other source of variables does as well.
+/// let place = ReplicaEnv::from_lookup(|name| match name {
+///     "OXCCL_LIGHTHOUSE" => Some("http://127.0.0.1:29510".into()),
+///     "OXCCL_REPLICA" => Some("0".into()),
+///     "OXCCL_REPLICAS" => Some("2".into()),
+///     _ => None,
+/// })?;
+/// assert_eq!((place.replica, place.replicas, place.rank, place.ranks), (0, 2, 0, 1));
+/// // With a lighthouse there, `place.join()?` is the replica to train with.
+/// # Ok::<(), oxccl::core::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReplicaEnv {
     /// The lighthouse's address, `http://host:port`.

@@ -61,6 +61,15 @@ fn folder() -> Outcome {
     };
     ensure!(reason(0) == Some("probe_crashed"), "{:?}", reports.first());
     ensure!(reason(3) == Some("library_not_loadable"), "{:?}", reports.last());
+    let loader = reports.get(3).and_then(|r| r.result.as_ref().err());
+    let said = loader.map(ToString::to_string).unwrap_or_default();
+    // The loader's own words (glibc's, musl's).
+    ensure!(
+        ["file too short", "invalid ELF header", "Exec format error"]
+            .iter()
+            .any(|words| said.contains(words)),
+        "{said}"
+    );
     let used = registry.get("cstore", None).map_err(text)?;
     ensure!(used.source.origin.ends_with("b-cstore.so"), "{}", used.source);
     ensure!(

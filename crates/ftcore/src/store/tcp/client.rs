@@ -46,6 +46,20 @@ const MAX_UNGREETED: usize = 4;
 ///
 /// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
 /// attempt to connect, is `Timeout`: a caller that looks in short slices may look again.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ftcore::store::{Store, TcpStore, TcpStoreServer};
+/// use ftcore::deadline_in;
+///
+/// let server = TcpStoreServer::bind("127.0.0.1:0")?; // on rank 0
+/// let soon = deadline_in(Duration::from_secs(5));
+/// let store = TcpStore::connect(&server.local_addr().to_string(), soon)?; // on every rank
+/// store.set("key", b"value", soon)?;
+/// assert_eq!(store.get("key", soon)?, b"value");
+/// # Ok::<(), ftcore::Error>(())
+/// ```
 pub struct TcpStore {
     server: Arc<Server>,
     watched: Watched,
