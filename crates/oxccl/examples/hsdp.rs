@@ -1,5 +1,5 @@
 //! Hybrid sharding: the ranks of a replica hold a part of the model each, and replicas average their parts, fault-tolerantly:
-//! `oxccl launch --replicas 2 --ranks-per-replica 2 -- target/debug/examples/hsdp`. Kill a process while it runs: its replica is started again and takes its
+//! `oxccl launch --replicas 2 --ranks-per-replica 2 -- target/debug/examples/hsdp 5000`. Kill a process while it runs: its replica is started again and takes its
 //! state over, rank by rank.
 
 use oxccl::core::DType;
@@ -9,10 +9,14 @@ use oxccl::prelude::*;
 const N: usize = 8;
 
 fn main() -> Result<()> {
+    let steps = std::env::args()
+        .nth(1)
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(200);
     let place = ReplicaEnv::from_env()?; // set by `oxccl launch`
     let world = World::from_env()?; // the ranks of this replica
     let (rank, n) = (world.rank() as usize, N / world.world_size() as usize);
-    let mut ddp = Ddp::new(place.join()?, &[Slot::f32(n)], DdpConfig::for_steps(200))?;
+    let mut ddp = Ddp::new(place.join()?, &[Slot::f32(n)], DdpConfig::for_steps(steps))?;
     let mut part = vec![0.0_f32; n]; // this rank's parameters: what it takes over from the same rank of another replica
     let mut sample = place.replica as usize;
     let gradients = |part: &mut Vec<f32>, _: &_| {
@@ -30,7 +34,11 @@ fn main() -> Result<()> {
         part.iter_mut().zip(&mean[0]).for_each(|(w, g)| *w -= g);
         Ok(())
     };
-    ddp.train(&mut part, gradients, update, |_| ())?;
+    ddp.train(&mut part, gradients, update, |step| {
+        if step.step % 100 == 0 || step.healed.is_some() {
+            println!("{step}")
+        }
+    })?;
     println!("rank {rank} has {part:.2?}");
     world.shutdown(deadline_in(Duration::from_secs(30)))
 }
