@@ -22,9 +22,7 @@ fn main() -> Result<()> {
         let mut run = |calls: u32| -> Result<u128> {
             let begin = Instant::now();
             for _ in 0..calls {
-                world
-                    .group()
-                    .all_reduce_slice(&mut data, ReduceOp::Sum)?;
+                world.group().all_reduce_slice(&mut data, ReduceOp::Sum)?;
             }
             Ok(begin.elapsed().as_nanos() / u128::from(calls))
         };

@@ -52,7 +52,7 @@ pub(crate) fn init(
     Py::new(py, PyClassInitializer::from(group).add_subclass(world))
 }
 
-/// A group of a backend that has met nobody yet: `Group.configure` connects it, again and again.
+/// A group of a backend that has met no rank yet: `Group.configure` connects it, again and again.
 #[pyfunction]
 #[pyo3(signature = (*, backend=None, device="cpu", timeout=options::MINUTE, isolated=false, options=None))]
 pub(crate) fn unconfigured(
@@ -142,6 +142,26 @@ fn in_a_child(
 }
 
 impl World {
+    /// In what a new group differs from the world's.
+    fn spec(
+        &self,
+        backend: Option<&str>,
+        timeout: Option<f64>,
+        given: Option<Given>,
+        name: Option<String>,
+    ) -> Result<world::GroupSpec> {
+        let limit = Limit(Some(timeout.unwrap_or(self.timeout)));
+        Ok(world::GroupSpec {
+            backends: backend.map(str::parse).transpose()?,
+            options: given
+                .map(|given| options::group(limit, Some(given)))
+                .transpose()?,
+            timeout: timeout.map(options::duration).transpose()?,
+            name,
+            ..world::GroupSpec::default()
+        })
+    }
+
     fn make(
         &self,
         py: Python<'_>,
@@ -169,24 +189,39 @@ impl World {
         self.local_rank
     }
 
-    /// A group of `ranks`, in which rank `ranks[i]` is rank i; `None` on ranks that are not among them. A call of all ranks, with the same list.
-    #[pyo3(signature = (ranks, *, timeout=None))]
-    fn new_group(&self, py: Python<'_>, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<Option<Group>> {
+    /// A group of `ranks`, in which rank `ranks[i]` is rank i; `None` on ranks that are not among them. A call of all ranks, with the same arguments.
+    #[pyo3(signature = (ranks, *, backend=None, timeout=None, options=None, name=None))]
+    #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
+    fn new_group(
+        &self,
+        py: Python<'_>,
+        ranks: Vec<u32>,
+        backend: Option<&str>,
+        timeout: Option<f64>,
+        options: Option<Given>,
+        name: Option<String>,
+    ) -> PyResult<Option<Group>> {
+        let spec = self.spec(backend, timeout, options, name).or_raise(py)?;
         self.make(py, timeout, move |world, deadline| {
-            world.new_group(&ranks, &world::GroupSpec::default(), deadline)
+            world.new_group(&ranks, &spec, deadline)
         })
     }
 
-    /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks, with the same lists.
-    #[pyo3(signature = (partition, *, timeout=None))]
+    /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks, with the same arguments.
+    #[pyo3(signature = (partition, *, backend=None, timeout=None, options=None, name=None))]
+    #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
     fn split_group(
         &self,
         py: Python<'_>,
         partition: Vec<Vec<u32>>,
+        backend: Option<&str>,
         timeout: Option<f64>,
+        options: Option<Given>,
+        name: Option<String>,
     ) -> PyResult<Option<Group>> {
+        let spec = self.spec(backend, timeout, options, name).or_raise(py)?;
         self.make(py, timeout, move |world, deadline| {
-            world.split_group(&partition, &world::GroupSpec::default(), deadline)
+            world.split_group(&partition, &spec, deadline)
         })
     }
 

@@ -36,6 +36,35 @@ def test_groups_of_some_ranks_are_made_from_the_world() -> None:
     run(4, groups)
 
 
+def differ(world: oxccl.World) -> None:
+    """Makes groups with a name, options, a time-out and a backend of their own; what cannot be had is refused on all ranks."""
+    pair = world.new_group([1, 0], backend="cpu:gloo", options={"transport": "tcp"}, timeout=5, name="pair")
+    assert pair is not None
+    assert pair.name == "pair"
+    x = np.full(1, float(world.rank))
+    pair.all_reduce(x)
+    assert x[0] == 1
+    # The options reach the backend, which refuses what it does not know and names what it does.
+    with pytest.raises(oxccl.Error, match=r"colour.*transport"):
+        world.new_group([0, 1], options={"colour": "red"})
+    with pytest.raises(oxccl.Error, match="nonsense"):
+        world.split_group([[0, 1]], backend="nonsense")
+    half = world.split_group([[0], [1]], options={"connections": 2}, name="half", timeout=5)
+    assert half is not None
+    assert (half.name, half.world_size) == ("half", 1)
+    # Its operations have its time-out: rank 1 does not come to this one.
+    late = world.new_group([0, 1], timeout=0.2)
+    assert late is not None
+    if world.rank == 0:
+        with pytest.raises(oxccl.Error, match="deadline"):
+            late.all_reduce(x)
+    world.barrier()
+
+
+def test_groups_have_a_backend_options_a_time_out_and_a_name_of_their_own() -> None:
+    run(2, differ)
+
+
 def says_what_it_is(world: oxccl.World) -> None:
     """Properties, capabilities and traffic."""
     assert (world.backend, world.name, world.device, world.epoch) == ("gloo", "world", "cpu", 1)

@@ -933,16 +933,34 @@ class World(Group):
     def local_rank(self) -> int | None:
         """This rank's number among those of its host, where the launcher says so."""
 
-    def new_group(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group | None:
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        *,
+        backend: str | None = None,
+        timeout: float | None = None,
+        options: Mapping[str, str | float | bool] | None = None,
+        name: str | None = None,
+    ) -> Group | None:
         """A group of `ranks`, in which rank ``ranks[i]`` is rank i; ``None`` on ranks that are not among them.
 
-        A call of all ranks, with the same list.
+        What is not given is the world's: `backend` (such as ``cpu:gloo`` of a ``cpu:gloo,cuda:nccl`` world), `options` (all of them,
+        if there are any), `timeout` (for making it and for its operations). `name` stands in messages. A call of all ranks, with the
+        same arguments.
         """
 
-    def split_group(self, partition: Sequence[Sequence[int]], *, timeout: float | None = None) -> Group | None:
+    def split_group(
+        self,
+        partition: Sequence[Sequence[int]],
+        *,
+        backend: str | None = None,
+        timeout: float | None = None,
+        options: Mapping[str, str | float | bool] | None = None,
+        name: str | None = None,
+    ) -> Group | None:
         """One group for each list of ranks; gives this rank's, or ``None`` if it is in no list.
 
-        A call of all ranks, with the same lists.
+        The other arguments are those of `new_group`. A call of all ranks, with the same arguments.
         """
 
     def connect(self, group: Group, ranks: Sequence[int] | None = None, *, timeout: float | None = None) -> bool:
@@ -1029,7 +1047,7 @@ def unconfigured(
     isolated: bool = False,
     options: Mapping[str, str | float | bool] | None = None,
 ) -> Group:
-    """A group of a backend that has met nobody yet: `Group.configure` connects it, again and again."""
+    """A group of a backend that has met no rank yet: `Group.configure` connects it, again and again."""
 
 class _States(Protocol):
     """The training state, asked for and handed over inside the calls of a replica, on the thread that calls."""
