@@ -20,7 +20,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("bench --op all ", "takes a minute; tests/bench.rs measures less"),
     (
         "launch",
-        "needs a program and mostly other machines; tests/launch.rs launches",
+        "needs a program and mostly other machines; the README's run in examples/tests/recipe.rs, tests/launch.rs has the options",
     ),
     (
         "lighthouse",
