@@ -23,7 +23,7 @@ pub const ENV_HOLD: &str = "OXCCL_CHAOS_HOLD_STEP";
 pub const ENV_REFUSE: &str = "OXCCL_CHAOS_REFUSE";
 
 /// How long it holds if it is not killed.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// See the module.
 pub struct HoldGroup {
@@ -92,9 +92,9 @@ impl HoldGroup {
         let step = u64::try_from(self.step.load(Ordering::Acquire)).unwrap_or(0);
         let epoch = self.inner.info().epoch.0;
         self.events.send(EventKind::ReduceBegin { step, epoch });
-        let deadline = deadline_in(PATIENCE);
+        let deadline = deadline_in(TIME_LIMIT);
         while Instant::now() < deadline {
-            std::thread::park_timeout(PATIENCE);
+            std::thread::park_timeout(TIME_LIMIT);
         }
     }
 }

@@ -188,7 +188,7 @@ impl Checkpoints {
     pub fn restore(&self, manager: &mut Manager) -> Result<()> {
         match &self.found {
             Some(found) => {
-                // Checkpoints of before the number was kept have none.
+                // Checkpoints from before the number was kept have none.
                 let batches = match found.state.get(BATCHES) {
                     Some(_) => found.state.get_i64s(BATCHES)?.first().copied().unwrap_or(0),
                     None => 0,

@@ -105,7 +105,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         memory: Some("oxccl-gloo-12-ab".to_string()),
         process: 0xFEDC_BA98_7654_3210,
     };
-    // Not one byte off, or whoever begins from them begins from noise.
+    // Not one byte off, or a run that begins from them begins from noise.
     assert_eq!(DataHeader::decode(&header.encode()), Some(header));
     assert_eq!(Hello::decode(&hello.encode()), Some(hello));
     assert_eq!(PieceHeader::decode(&piece.encode()), Some(piece));

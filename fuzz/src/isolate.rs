@@ -33,7 +33,7 @@ pub fn frames(data: &[u8]) {
 }
 
 fn refused(e: &Error) {
-    // A device that nobody knows is the one mistake that another part names.
+    // An unknown device is the one mistake that another part names.
     let kinds = [ErrorKind::Protocol, ErrorKind::InvalidArgument];
     assert!(kinds.contains(&e.kind()), "{e}");
 }

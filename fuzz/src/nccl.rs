@@ -11,7 +11,7 @@ use ftcore::{Error, ErrorKind};
 use record::{ID, Published, refusal, refused};
 use wire::{Frame, Hello, Kind, MAX_TEXT, TOKEN};
 
-/// As whoever reads such a connection or the store: refused, or it means the same after it was written and read again.
+/// As the reader of such a connection, or of the store, takes it: refused, or it means the same after it was written and read again.
 pub fn control(data: &[u8]) {
     greeting(data);
     frames(data);

@@ -54,9 +54,9 @@ def main() -> None:
     """Starts two replicas, kills one after 20 steps and starts it again."""
     with oxccl.Lighthouse(min_replicas=1, initial_replicas=2) as lighthouse, tempfile.TemporaryDirectory() as folder:
 
-        def start(replica: str, life: int) -> list[subprocess.Popen[str]]:
+        def start(replica: str, incarnation: int) -> list[subprocess.Popen[str]]:
             command = [sys.executable, __file__, lighthouse.address, replica]
-            meeting = os.path.join(folder, f"{replica}{life}")
+            meeting = os.path.join(folder, f"{replica}{incarnation}")
             return [subprocess.Popen([*command, str(rank), meeting], stdout=subprocess.PIPE, text=True) for rank in range(RANKS)]
 
         a, b = start("a", 1), start("b", 1)

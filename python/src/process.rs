@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use oxccl::core::lifecycle::wait_for_partings;
+use oxccl::core::lifecycle::wait_for_leaves;
 use oxccl::core::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
@@ -153,7 +153,7 @@ pub(crate) fn end(py: Python<'_>) {
             let _ = handle.group().shutdown(Instant::now());
         }
         // A forked child of `multiprocessing` ends without the exit handlers that wait for this.
-        wait_for_partings();
+        wait_for_leaves();
         let until = Instant::now() + CROSSINGS_END;
         while CROSSINGS.load(Ordering::SeqCst) > 0 && Instant::now() < until {
             thread::sleep(Duration::from_millis(1));

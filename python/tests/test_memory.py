@@ -137,7 +137,7 @@ def test_a_capsule_that_was_used_is_refused_and_one_that_is_none(world: oxccl.Wo
 
 
 def inputs_are_only_read(world: oxccl.World, count: int) -> None:
-    """Passes pages that nobody may write as every kind of input: a write would end the process."""
+    """Passes read-only pages as every kind of input: a write would end the process."""
     import mmap
 
     def page(value: float, n: int) -> np.ndarray[Any, Any]:
@@ -193,7 +193,7 @@ def lent_memory_is_given_back(world: oxccl.World) -> None:
     work.wait()
     grown.append(1)
 
-    # A message that nobody receives yet, and both its work and its memory are let go.
+    # A message that is not received yet, and both its work and its memory are let go.
     big = np.ones(4 << 20)
     alive = weakref.ref(big)
     late = world.recv(np.zeros(4 << 20), peer, 7, async_op=True)

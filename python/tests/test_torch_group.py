@@ -301,7 +301,7 @@ def test_hooks_see_every_operation() -> None:
 
 
 def with_options(dist: Any) -> tuple[list[float], list[str]]:
-    """A sum over a group with options of its own, and what options that nobody knows are told."""
+    """A sum over a group with options of its own, and what unknown options are told."""
     import torch
 
     group = dist.new_group(pg_options={"transport": "tcp", "connections": 2, "lenient": False})
@@ -330,7 +330,7 @@ def test_options_reach_the_group_and_unknown_ones_are_refused_with_those_that_ar
 
 
 def times_out(dist: Any) -> list[float]:
-    """Seconds until a receive that nobody serves ends: by the time-out of a group, one that was set later, and a call's own."""
+    """Seconds until a receive without a sender ends: by the time-out of a group, one that was set later, and a call's own."""
     import torch
 
     store = dist.distributed_c10d._get_default_store()

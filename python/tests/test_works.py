@@ -142,7 +142,7 @@ def test_threads_that_block_leave_the_others_running() -> None:
 
 
 def is_dropped(world: oxccl.World) -> None:
-    """Works that nobody keeps run to their ends all the same."""
+    """Works that are not kept run to their ends all the same."""
     x = np.ones(100)
     for _ in range(50):
         world.all_reduce(x, async_op=True)

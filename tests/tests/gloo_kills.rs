@@ -31,7 +31,7 @@ const MOST: usize = 5;
 /// A hang shows as this.
 const SILENCE: Duration = Duration::from_secs(25);
 /// The deadline of a call, where evidence must end it long before.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIME_LIMIT: Duration = Duration::from_secs(30);
 /// The same where a rank is stopped; longer than any call of ranks that run.
 const SHORT: Duration = Duration::from_millis(1500);
 /// From the first deadline to a survivor's error.
@@ -116,7 +116,7 @@ struct Campaign {
     transport: &'static str,
     seed: u64,
     /// The deadline of each call.
-    patience: Duration,
+    limit: Duration,
     hears: Receiver<Said>,
     says: Sender<Said>,
     incarnations: Vec<Incarnation>,
@@ -128,13 +128,13 @@ struct Campaign {
 }
 
 impl Campaign {
-    fn new(transport: &'static str, seed: u64, patience: Duration) -> Self {
+    fn new(transport: &'static str, seed: u64, limit: Duration) -> Self {
         let (says, hears) = channel();
         Self {
             store: TcpStoreServer::bind("127.0.0.1:0").unwrap(),
             transport,
             seed,
-            patience,
+            limit,
             hears,
             says,
             incarnations: Vec::new(),
@@ -195,10 +195,7 @@ impl Campaign {
         self.garbled = false;
         let (epoch, world) = (self.epoch, self.incarnations.len());
         for (rank, incarnation) in self.incarnations.iter_mut().enumerate() {
-            incarnation.order(&format!(
-                "join {epoch} {rank} {world} {}",
-                self.patience.as_millis()
-            ));
+            incarnation.order(&format!("join {epoch} {rank} {world} {}", self.limit.as_millis()));
         }
         let ids: Vec<usize> = self.incarnations.iter().map(|l| l.id).collect();
         let joined = self.wait("joined", &ids, context);
@@ -219,7 +216,7 @@ fn alone() -> MutexGuard<'static, ()> {
 fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
     let _one = alone();
     let mut dice = Dice(seed);
-    let mut c = Campaign::new(transport, seed, PATIENCE);
+    let mut c = Campaign::new(transport, seed, TIME_LIMIT);
     let mut errors: BTreeMap<&str, Vec<Duration>> = BTreeMap::new();
     let (mut connects, mut calls, mut misnamed) = (Vec::new(), Vec::new(), Vec::new());
     let mut connected = false;
@@ -269,7 +266,7 @@ fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
                     "{context}: {what} to incarnation {id}'s error took {time:.1?}, {in_call:.1?} of it in a call; its thread had no core for {waited:.1?}: {text}"
                 );
             }
-            // Poisoned with that cause, if the news came between two calls.
+            // Poisoned with that cause, if the notice came between two calls.
             let expected: &[&str] = match what {
                 "kill" => &["PeerLost", "Aborted", "Poisoned"],
                 "abort" => &["Aborted", "Poisoned"],

@@ -30,7 +30,7 @@ fn lighthouse(replicas: usize) -> LighthouseServer {
         min_replicas: 1,
         initial_replicas: Some(replicas),
         join_timeout: Duration::from_secs(30),
-        // Far beyond the test's patience: deaths must be noticed by evidence, not by a missed heartbeat.
+        // Far beyond the test's time limit: deaths must be noticed by evidence, not by a missed heartbeat.
         heartbeat_timeout: Duration::from_secs(60),
         ..LighthouseConfig::default()
     })

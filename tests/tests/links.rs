@@ -26,14 +26,14 @@ const LINE: &str = env!("CARGO_BIN_EXE_wan_link");
 const BYTES: usize = 64 << 20;
 const GIGABIT: f64 = 1e9;
 /// A rank that has not ended by then is killed, and the test has failed.
-const PATIENCE: Duration = Duration::from_secs(90);
+const TIME_LIMIT: Duration = Duration::from_secs(90);
 /// What must be reached on any machine, busy or not.
 const ASSERTED: f64 = 0.60;
 
 /// The median over the calls of the slowest rank's time, in seconds.
 fn time(network: &Network, calls: usize, how: &str) -> Result<f64, Failed> {
     let arguments = [&BYTES.to_string(), &calls.to_string(), how].map(str::to_string);
-    let texts = network.run(RANK, &arguments, Instant::now() + PATIENCE)?;
+    let texts = network.run(RANK, &arguments, Instant::now() + TIME_LIMIT)?;
     let mut slowest = vec![0u64; calls];
     for (rank, text) in texts.iter().enumerate() {
         let times: Vec<u64> = text.lines().map(str::parse).collect::<Result<_, _>>()?;

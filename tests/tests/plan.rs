@@ -24,7 +24,7 @@ use oxccl_tests::links::{self, Network};
 const RANK: &str = env!("CARGO_BIN_EXE_plan_rank");
 const LINE: &str = env!("CARGO_BIN_EXE_wan_link");
 /// A replica that has not ended by then is killed, and the trial has failed.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIME_LIMIT: Duration = Duration::from_secs(180);
 /// Points of efficiency; any machine, busy or not.
 const MARGIN: f64 = 20.0;
 /// From one namespace to another.
@@ -123,7 +123,7 @@ fn measured(setting: &Setting) -> Result<f64, Failed> {
         LAYERS.to_string(),
         method.to_string(),
     ];
-    let texts = network.run(RANK, &arguments, Instant::now() + PATIENCE)?;
+    let texts = network.run(RANK, &arguments, Instant::now() + TIME_LIMIT)?;
     let mut least = f64::INFINITY;
     for text in texts {
         let (steps, micros) = text.trim().split_once(' ').ok_or("no figures")?;

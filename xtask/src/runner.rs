@@ -238,8 +238,8 @@ impl Matrix<'_> {
         {
             return Ok(Verdict::Failed { why });
         }
-        let patience = if long || self.delays.is_some() { 4 } else { 1 };
-        let mut limit = row.limit * patience;
+        let times = if long || self.delays.is_some() { 4 } else { 1 };
+        let mut limit = row.limit * times;
         let mut tally = Tally::default();
         let mut wrong = Vec::new();
         let mut printed = String::new();

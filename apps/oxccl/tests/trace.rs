@@ -85,11 +85,11 @@ fn as_a_rank() {
             }
             _ => all_reduce(8),
         };
-        let patience = match scene.as_str() {
+        let limit = match scene.as_str() {
             "hangs" | "late" => Duration::from_secs(3),
             _ => Duration::from_secs(60),
         };
-        let options = SubmitOptions::by(deadline_in(patience));
+        let options = SubmitOptions::by(deadline_in(limit));
         let is_done = if meets && !odd {
             let work = group.run(op, options);
             std::fs::write(folder.join(format!("inside-{rank}")), "").unwrap();

@@ -68,13 +68,13 @@ fn together(replicas: &[&Replica], step: i64) {
 }
 
 fn until(client: &LighthouseClient, what: &str, ready: impl Fn(&LighthouseStatus) -> bool) {
-    let patience = deadline_in(LONG);
+    let until = deadline_in(LONG);
     loop {
-        let status = client.status(patience).unwrap();
+        let status = client.status(until).unwrap();
         if ready(&status) {
             return;
         }
-        assert!(Instant::now() < patience, "{what} did not happen: {status:#?}");
+        assert!(Instant::now() < until, "{what} did not happen: {status:#?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

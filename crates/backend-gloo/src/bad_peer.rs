@@ -396,7 +396,7 @@ fn the_registry_knows_gloo_for_the_cpu() {
 pub(crate) struct Neighbour {
     shared: crate::transport::shm::Rings<{ crate::transport::shm::COLLECTIVES }>,
     pub(crate) channels: crate::transport::shm::Rings<{ crate::transport::shm::MESSAGES }>,
-    mail: crate::transport::shm::Mail,
+    notices: crate::transport::shm::Notices,
     control: std::os::unix::net::UnixStream,
     _region: crate::transport::shm::Region,
 }
@@ -428,7 +428,7 @@ impl Neighbour {
         Self {
             shared: shared.collectives,
             channels: shared.messages,
-            mail: shared.mail,
+            notices: shared.notices,
             control,
             _region: region,
         }
@@ -437,7 +437,7 @@ impl Neighbour {
     /// Leaves and closes.
     pub(crate) fn leave(&mut self) {
         let leave = frame(ControlKind::Leave, 0, 0).encode();
-        self.mail.writer.say(&leave);
+        self.notices.writer.say(&leave);
         self.control.shutdown(std::net::Shutdown::Both).unwrap();
     }
 
@@ -554,22 +554,22 @@ fn a_neighbour_that_breaks_the_rules_of_shared_memory_is_a_typed_error_that_name
         ),
         (
             "garbage for its reason to abort",
-            |n| n.mail.writer.say(&[0xAB; 300]),
+            |n| n.notices.writer.say(&[0xAB; 300]),
             ErrorKind::Protocol,
         ),
         (
             "a reason of another length than it says",
-            |n| n.mail.writer.say(&frame(ControlKind::Abort, 0, 9).encode()),
+            |n| n.notices.writer.say(&frame(ControlKind::Abort, 0, 9).encode()),
             ErrorKind::Protocol,
         ),
         (
             "a reason that is longer than there is room for",
-            |n| n.mail.writer.claim(u32::MAX),
+            |n| n.notices.writer.claim(u32::MAX),
             ErrorKind::Protocol,
         ),
         (
             "a message for its reason to abort",
-            |n| n.mail.writer.say(&frame(ControlKind::Offer, 0, 1).encode()),
+            |n| n.notices.writer.say(&frame(ControlKind::Offer, 0, 1).encode()),
             ErrorKind::Protocol,
         ),
         (

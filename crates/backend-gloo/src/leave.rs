@@ -174,11 +174,11 @@ mod tests {
 
     fn connected(address: &str, rank: u32) -> GlooGroup {
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(SOON)).unwrap());
-        let group = GlooGroup::new("parting", GroupOptions::default()).unwrap();
+        let group = GlooGroup::new("leave", GroupOptions::default()).unwrap();
         let configuration = Configuration {
             store,
-            prefix: "parting".into(),
-            name: "parting".into(),
+            prefix: "leave".into(),
+            name: "leave".into(),
             epoch: Epoch(1),
             rank,
             world_size: 2,

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::transport::lines::{Hold, Listener};
-use crate::transport::shm::{MAIL_BYTES, Mail};
+use crate::transport::shm::{NOTICE_BYTES, Notices};
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::{Control, ControlKind, MAX_TEXT};
 
@@ -39,7 +39,7 @@ pub(crate) enum Way {
     /// A connection of the pair.
     Connection(Box<ControlLink>),
     /// Shared memory, in a group whose ranks all share it.
-    Memory(ControlMail),
+    Memory(ControlNotices),
 }
 
 impl Way {
@@ -47,7 +47,7 @@ impl Way {
     pub(crate) fn next(&mut self) -> Result<Option<(Control, Vec<u8>)>> {
         match self {
             Self::Connection(link) => link.next(),
-            Self::Memory(mail) => mail.next(),
+            Self::Memory(notices) => notices.next(),
         }
     }
 
@@ -55,7 +55,7 @@ impl Way {
     pub(crate) fn closed(&self) -> Option<&str> {
         match self {
             Self::Connection(link) => link.link.read_closed.as_deref(),
-            Self::Memory(mail) => mail.closed.as_deref(),
+            Self::Memory(notices) => notices.closed.as_deref(),
         }
     }
 
@@ -63,7 +63,7 @@ impl Way {
     pub(crate) fn push(&mut self, header: Control, text: Vec<u8>) {
         match self {
             Self::Connection(link) => link.push(header, text),
-            Self::Memory(mail) => mail.push(&header, &text),
+            Self::Memory(notices) => notices.push(&header, &text),
         }
     }
 
@@ -93,7 +93,7 @@ impl Way {
 
     /// `listener` is called when the rank's process is gone, where no connection tells.
     pub(crate) fn listen(&mut self, listener: &Listener) {
-        if let Self::Memory(ControlMail { line: Some(line), .. }) = self {
+        if let Self::Memory(ControlNotices { line: Some(line), .. }) = self {
             line.listen(listener.clone());
         }
     }
@@ -101,35 +101,35 @@ impl Way {
 
 /// Control frames through shared memory: a rank says one, its last.
 #[derive(Debug)]
-pub(crate) struct ControlMail {
-    mail: Mail,
+pub(crate) struct ControlNotices {
+    notices: Notices,
     /// The line to the rank's process, unless that is this one.
     line: Option<Hold>,
     /// The rank has ended, and how.
     closed: Option<String>,
 }
 
-impl ControlMail {
-    pub(crate) fn new(mail: Mail, line: Option<Hold>) -> Self {
+impl ControlNotices {
+    pub(crate) fn new(notices: Notices, line: Option<Hold>) -> Self {
         Self {
-            mail,
+            notices,
             line,
             closed: None,
         }
     }
 
     fn push(&mut self, header: &Control, text: &[u8]) {
-        const { assert!(Control::BYTES + MAX_TEXT <= MAIL_BYTES) };
+        const { assert!(Control::BYTES + MAX_TEXT <= NOTICE_BYTES) };
         let said = [header.encode().as_slice(), text].concat();
-        self.mail.writer.say(&said);
+        self.notices.writer.say(&said);
     }
 
     fn next(&mut self) -> Result<Option<(Control, Vec<u8>)>> {
         // Asked first: what the rank said before it went is found below.
         let gone = self.line.as_ref().and_then(Hold::down);
-        let ended = self.mail.reader.has_ended().then_some("closed the connection");
+        let ended = self.notices.reader.has_ended().then_some("closed the connection");
         let ended = gone.or(ended).map(str::to_string);
-        let Some(said) = self.mail.reader.take()? else {
+        let Some(said) = self.notices.reader.take()? else {
             self.closed = self.closed.take().or(ended);
             return Ok(None);
         };

@@ -159,11 +159,11 @@ impl Channels {
     }
 
     /// Flushes and frees all communicators.
-    pub(crate) fn retire(&self, patience: Duration) {
+    pub(crate) fn retire(&self, limit: Duration) {
         self.comms()
             .iter()
             .filter_map(|c| c.get())
-            .for_each(|comm| comm.retire(patience));
+            .for_each(|comm| comm.retire(limit));
     }
 
     fn parcels(&self) -> Vec<Arc<Parcel>> {

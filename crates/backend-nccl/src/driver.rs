@@ -409,9 +409,9 @@ impl Driver for NcclDriver {
         threads::in_background("ox-nccl-flush", move || {
             let _inside = shared.gpu.enter();
             // No caller waits for an idle communicator longer than for work on it.
-            let patience = FLUSH.min(shared.settings.timeout);
-            shared.comm.retire(patience);
-            shared.channels.retire(patience);
+            let limit = FLUSH.min(shared.settings.timeout);
+            shared.comm.retire(limit);
+            shared.channels.retire(limit);
             let _ = told.send(());
         });
         // A flush that takes longer goes on by itself.

@@ -415,9 +415,9 @@ impl Comm {
         }
     }
 
-    /// Flushes and frees an idle communicator; aborts it if that takes longer than `patience`. Call it on a thread of its own.
-    pub(crate) fn retire(&self, patience: Duration) {
-        let until = deadline_in(patience);
+    /// Flushes and frees an idle communicator; aborts it if that takes longer than `limit`. Call it on a thread of its own.
+    pub(crate) fn retire(&self, limit: Duration) {
+        let until = deadline_in(limit);
         let flushed = self.enter().and_then(|_inside| {
             // SAFETY: the gate keeps the communicator.
             self.nccl.check("ncclCommFinalize", unsafe {

@@ -18,7 +18,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use scenarios::{Scenario, scenarios};
 
 const SCENARIO: &str = "OXCCL_STANDIN_SCENARIO";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
     isolate::run_child_if_asked();
@@ -123,7 +123,7 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
 /// Runs a scenario's process to its end.
 fn ended_well(command: &mut Command) -> Result<(), Failed> {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
-    let until = deadline_in(PATIENCE);
+    let until = deadline_in(TIME_LIMIT);
     let status = loop {
         if let Some(status) = child.try_wait()? {
             break status;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::agreement::{Agreement, Message, Record};
 use ftcore::engine::{self, Channel, Driver, Ended, Label, Place, Rules, SpinBudget, Stage, Ticket, spawn};
-use ftcore::lifecycle::{Engine as _, part_from};
+use ftcore::lifecycle::{Engine as _, leave_at_exit};
 use ftcore::{Completion, Error, ErrorKind, Result, Tensor, deadline_in, time_left};
 
 use crate::call::{Call, Split, Task};
@@ -413,7 +413,7 @@ impl Driver for XcclDriver {
         };
         let (telling, told) = mpsc::channel::<()>();
         // This process may end at once: not before that is told.
-        part_from(told);
+        leave_at_exit(told);
         let failure = failure.clone();
         let tell = move || {
             channel.tell(&failure);
@@ -514,7 +514,7 @@ mod tests {
         let engine = engine(Some(channels[0].clone()), 2);
         engine.abort("enough");
         // As the end of the process does.
-        ftcore::lifecycle::wait_for_partings();
+        ftcore::lifecycle::wait_for_leaves();
         let told = store.check(&[&channels[0].key("notices")], deadline_in(Duration::ZERO));
         assert!(told.unwrap(), "nothing was told");
         let heard = channels[1].notice().unwrap();

@@ -2,7 +2,7 @@
 //!
 //! `ROOT/replica-R/step-S.safetensors` is the state in which step S begins. A replica writes only its own: its parameters
 //! between two outer steps, its optimizer's moments and what it owes differ from the others', and no replica can know that
-//! another one has a disk at all. Only one process has a series open; it removes what an earlier life left unfinished.
+//! another one has a disk at all. Only one process has a series open; it removes what an earlier incarnation left unfinished.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -101,7 +101,7 @@ impl Series {
         while let Err(e) = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             match e {
                 rustix::io::Errno::WOULDBLOCK if !time_left(deadline).is_zero() => {
-                    // The life before this one may be dying still; nothing tells when its lock goes.
+                    // The incarnation before this one may be dying still; nothing tells when its lock goes.
                     std::thread::park_timeout(Duration::from_millis(5));
                 }
                 rustix::io::Errno::WOULDBLOCK => {

@@ -57,7 +57,7 @@ fn missing(rank: &Rank) -> Outcome {
     group.barrier()?;
     if rank.rank >= 2 {
         // Told by rank 0 although it did not take part.
-        let e = crate::case::eventually("the news of the time-out", || group.error())?;
+        let e = crate::case::eventually("the notice of the time-out", || group.error())?;
         ensure!(e.kind() == ErrorKind::Timeout, "the absent rank hears {e}");
         return Ok(());
     }

@@ -111,7 +111,7 @@ fn submit_large(group: &dyn ProcessGroup, by: Instant) -> Outcome<Option<ftcore:
     };
     match group.run(op, SubmitOptions::by(by)) {
         Ok(work) => Ok(Some(work)),
-        // The news may be faster than the call.
+        // The notice may be faster than the call.
         Err(rejected) if rejected.error.kind() == ErrorKind::Poisoned => Ok(None),
         Err(rejected) => Err(rejected.into()),
     }
@@ -218,7 +218,7 @@ fn poisoned(rank: &Rank) -> Outcome {
     if rank.rank == 0 {
         group.abort("the first cause");
     }
-    eventually("the news of the abort", || group.error())?;
+    eventually("the notice of the abort", || group.error())?;
     let probe = Probe::of(group.as_ref(), DType::F32);
     for _ in 0..3 {
         let op = Collective::AllReduce {
@@ -253,7 +253,7 @@ fn timed_out(rank: &Rank) -> Outcome {
     rank.meet("configured")?;
     let last = rank.world - 1;
     if rank.rank == last {
-        let e = eventually("the news of the time-out", || group.error())?;
+        let e = eventually("the notice of the time-out", || group.error())?;
         ensure!(e.kind() == ErrorKind::Timeout, "the absent rank hears {e}");
         return Ok(());
     }
@@ -270,7 +270,7 @@ fn receive_timed_out(rank: &Rank) -> Outcome {
     // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank != 0 {
-        let e = eventually("the news of the time-out", || group.error())?;
+        let e = eventually("the notice of the time-out", || group.error())?;
         ensure!(e.kind() == ErrorKind::Timeout, "rank {} hears {e}", rank.rank);
         return Ok(());
     }

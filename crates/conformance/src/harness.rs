@@ -30,7 +30,7 @@ const STORE: &str = "OXCCL_CONFORMANCE_STORE";
 pub(crate) const LASTING: &str = "many";
 
 /// A process rank that has not ended by then is killed, and the case has failed.
-pub(crate) const PATIENCE: Duration = crate::expected::CASE.at_most;
+pub(crate) const TIME_LIMIT: Duration = crate::expected::CASE.at_most;
 
 /// Makes a new, unconfigured group of the backend under test.
 pub type MakeGroup = fn(GroupOptions) -> Result<Box<dyn ProcessGroup>>;
@@ -265,7 +265,7 @@ impl Harness for Processes {
                 .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;
             ranks.push(Running { rank, child });
         }
-        let until = deadline_in(PATIENCE);
+        let until = deadline_in(TIME_LIMIT);
         let mut failures = Vec::new();
         for mut running in ranks {
             if let Some(failure) = finish(&mut running, case, until) {

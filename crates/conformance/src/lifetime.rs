@@ -278,7 +278,7 @@ fn dropped_group(rank: &Rank) -> Outcome {
     // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank != 0 {
-        eventually("the news", || group.error())?;
+        eventually("the notice", || group.error())?;
         return Ok(());
     }
     let tag = tag_of(group.as_ref(), 9);

@@ -11,7 +11,7 @@ use ftcore::{Device, Store, TcpStore, TcpStoreServer, deadline_in};
 
 use crate::credentials::credentials;
 use crate::harness::{
-    LASTING, MakeOn, PATIENCE, Running, command, server, store_of_parent, variable, verdict,
+    LASTING, MakeOn, Running, TIME_LIMIT, command, server, store_of_parent, variable, verdict,
 };
 use crate::lasting::{Member, Ranks};
 use crate::{Case, Failure, Outcome, case};
@@ -91,7 +91,7 @@ impl Ranks for Processes {
                 let _ = writeln!(orders, "{} {}", self.served, case.name);
             }
         }
-        let until = deadline_in(PATIENCE);
+        let until = deadline_in(TIME_LIMIT);
         let failures = self.ranks.iter_mut().filter_map(|living| {
             let key = key(self.served, living.running.rank);
             let failure = living.verdict(&self.verdicts, &key, until)?;
@@ -136,7 +136,7 @@ impl Living {
             match self.running.child.try_wait() {
                 Ok(Some(status)) => return Some(format!("{status}: {}", self.noise())),
                 Ok(None) if Instant::now() >= until => {
-                    return Some(format!("no verdict within {} s", PATIENCE.as_secs()));
+                    return Some(format!("no verdict within {} s", TIME_LIMIT.as_secs()));
                 }
                 Ok(None) => {}
                 Err(e) => return Some(format!("cannot be waited for: {e}")),

@@ -161,7 +161,7 @@ fn large(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     (sum(first(capabilities), &[count], ReduceOp::Sum), word)
 }
 
-/// The error of `op`, or of the group if a peer's news came before it was submitted.
+/// The error of `op`, or of the group if a peer's notice came before it was submitted.
 fn failure_of(rank: &Rank, group: &dyn ProcessGroup, op: Collective) -> Outcome<ftcore::Error> {
     match group.run(op, SubmitOptions::by(rank.soon())) {
         Err(rejected) if rejected.error.kind() == ErrorKind::Poisoned => group
@@ -215,14 +215,14 @@ fn splits(rank: &Rank) -> Outcome {
         input_splits,
         output_splits: vec![4; n],
     };
-    // Rank 1 finds out; ranks that had all their parts before the news may have finished.
+    // Rank 1 finds out; ranks that had all their parts before the notice may have finished.
     match failure_of(rank, group.as_ref(), op) {
         Ok(e) => {
             expected::SIZES.check(&e, &[("A", "20"), ("B", "16")])?;
         }
         Err(failure) => ensure!(rank.rank != 1, "{failure}"),
     }
-    let e = crate::case::eventually("the news of the mismatch", || group.error())?;
+    let e = crate::case::eventually("the notice of the mismatch", || group.error())?;
     ensure!(e.kind() == ErrorKind::Mismatch, "rank {} hears {e}", rank.rank);
     next_epoch_works(rank, group.as_ref())
 }
@@ -230,7 +230,7 @@ fn splits(rank: &Rank) -> Outcome {
 fn message(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     if rank.rank > 1 {
-        let e = crate::case::eventually("the news of the mismatch", || group.error())?;
+        let e = crate::case::eventually("the notice of the mismatch", || group.error())?;
         ensure!(e.kind() == ErrorKind::Mismatch, "rank {} hears {e}", rank.rank);
         return next_epoch_works(rank, group.as_ref());
     }

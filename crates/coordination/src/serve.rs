@@ -40,7 +40,7 @@ use activity::{Activity, GOING, Guarded, Verdict};
 use answer::Answers;
 pub use limits::ConnectionLimits;
 use limits::{Place, Port};
-pub(crate) use line::{Line, News};
+pub(crate) use line::{Line, Report};
 use requests::Requests;
 
 use crate::clock::{self, time_left};

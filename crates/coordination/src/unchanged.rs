@@ -1,6 +1,6 @@
 //! The quorum that is the last one, a step on: what its members say about their progress is the same for all, and stands for the whole list.
 //!
-//! The lighthouse decides by trial whether the short form says everything: it applies the progress to the list of before, and compares whole members. A
+//! The lighthouse decides by trial whether the short form says everything: it applies the progress to the earlier list, and compares whole members. A
 //! field that is not progress is as in the list, so one that is added later and forgotten here costs the short form, never its truth. A replica that was
 //! told its own part holds that instead; it advances with the list if no member's place has changed (`Assignment::is_advance_of`).
 

@@ -44,7 +44,7 @@ impl From<torchft::QuorumMember> for Member {
             lineage: m.lineage,
             last_quorum_id: m.last_quorum_id,
             last_world_size: m.last_world_size,
-            life: m.life.unwrap_or_default(),
+            incarnation: m.incarnation.unwrap_or_default(),
             healed: m.healed,
             batches_committed: m.batches_committed,
             joining: joining(m.joining),
@@ -67,7 +67,7 @@ impl From<Member> for torchft::QuorumMember {
             lineage: m.lineage,
             last_quorum_id: m.last_quorum_id,
             last_world_size: m.last_world_size,
-            life: Some(m.life).filter(|l| !l.is_empty()),
+            incarnation: Some(m.incarnation).filter(|l| !l.is_empty()),
             healed: m.healed,
             batches_committed: m.batches_committed,
             joining: joining_code(m.joining),
@@ -549,12 +549,12 @@ mod tests {
         #[test]
         fn a_member_and_a_result_survive_the_wire(
             ids in prop::collection::vec("[a-z:]{1,8}", 1..4), step: i64, last in 0i64..100, lineage in "[a-z]{0,4}",
-            rank in 0u32..4, optional in prop::option::of(0u32..9), life in "[a-z]{0,3}", flag: bool,
+            rank in 0u32..4, optional in prop::option::of(0u32..9), incarnation in "[a-z]{0,3}", flag: bool,
         ) {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, last_world_size: 4, life, healed: flag, batches_committed: 9, joining: joining(rank), is_last: flag,
+                last_quorum_id: last, last_world_size: 4, incarnation, healed: flag, batches_committed: 9, joining: joining(rank), is_last: flag,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {

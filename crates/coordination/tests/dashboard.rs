@@ -15,7 +15,7 @@ const MOST: usize = 32;
 
 fn page(url: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(socket_of(url)).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIME_LIMIT)).unwrap();
     write!(
         stream,
         "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -38,7 +38,7 @@ struct Listener(BufReader<TcpStream>);
 impl Listener {
     fn open(url: &str) -> (Self, String) {
         let mut stream = TcpStream::connect(socket_of(url)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIME_LIMIT)).unwrap();
         write!(stream, "GET /events HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
         let mut this = Self(BufReader::new(stream));
         let mut head = String::new();

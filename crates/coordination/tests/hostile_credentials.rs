@@ -29,10 +29,10 @@ use frames::{HEARTBEAT, frame, greeting, owed, post};
 mod frames;
 
 /// Only a hang gets there.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + TIME_LIMIT
 }
 
 fn credentials(folder: &std::path::Path, job: &str) -> Arc<Credentials> {
@@ -562,7 +562,7 @@ fn a_member_that_takes_nothing_of_its_answers_is_gone_in_time_and_the_job_goes_o
                     }
                 }
             };
-            tokio::time::timeout(PATIENCE, answers_pings).await.is_ok()
+            tokio::time::timeout(TIME_LIMIT, answers_pings).await.is_ok()
         });
         assert!(gone, "answers to {path} that a member does not take are kept");
         training.goes_on();
@@ -572,7 +572,7 @@ fn a_member_that_takes_nothing_of_its_answers_is_gone_in_time_and_the_job_goes_o
         let mut stream = member_of(&job.operator(), lighthouse).await;
         let pages = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".repeat(100);
         let asks = async { while stream.write_all(&pages).await.is_ok() {} };
-        tokio::time::timeout(PATIENCE, asks).await.is_ok()
+        tokio::time::timeout(TIME_LIMIT, asks).await.is_ok()
     });
     assert!(gone, "a member that reads nothing keeps its connection");
     training.end();
@@ -640,7 +640,7 @@ fn a_death_is_seen_at_once_over_tls() {
     );
     let begun = Instant::now();
     drop(job.replicas.remove(1).server);
-    let event = events.recv_timeout(PATIENCE).unwrap();
+    let event = events.recv_timeout(TIME_LIMIT).unwrap();
     let oxccl_coordination::PushEvent::AbortEpoch {
         quorum_id, departed, ..
     } = event

@@ -24,7 +24,7 @@ use frames::{HEARTBEAT, PREFACE, SETTINGS, frame, greeting, owed, post};
 mod frames;
 
 /// Only a connection that is held for ever gets there.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIME_LIMIT: Duration = Duration::from_secs(30);
 /// An honest call is answered long before this, however busy the machine is.
 const HONEST: Duration = Duration::from_secs(10);
 
@@ -40,9 +40,9 @@ fn limits() -> ConnectionLimits {
 /// Time-outs that no test reaches, except those that it sets.
 fn patient() -> ConnectionLimits {
     ConnectionLimits {
-        greeting: PATIENCE * 10,
-        idle: PATIENCE * 10,
-        unread: PATIENCE * 2,
+        greeting: TIME_LIMIT * 10,
+        idle: TIME_LIMIT * 10,
+        unread: TIME_LIMIT * 2,
         ..ConnectionLimits::lighthouse()
     }
 }
@@ -114,7 +114,7 @@ fn is_open(stream: &mut TcpStream) -> bool {
 
 /// Waits for the end of the connection, saying `more` again and again meanwhile.
 fn is_let_go(stream: &mut TcpStream, more: &[u8]) -> bool {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIME_LIMIT;
     while Instant::now() < end {
         if !is_open(stream) {
             return true;
@@ -183,7 +183,7 @@ fn a_thousand_connections_without_a_request_are_in_nobodys_way_and_are_closed_in
             })
             .collect();
         ports.serve_honest_clients();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIME_LIMIT;
         while !strangers.is_empty() {
             assert!(Instant::now() < end, "{} connections are held", strangers.len());
             strangers.retain_mut(|s| {
@@ -221,7 +221,7 @@ fn a_request_that_is_never_whole_is_ended_and_its_connection_with_it() {
         ports.serve_honest_clients();
         // It answers pings all the while, so that nothing but the request is at fault.
         let mut buffer = Vec::new();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIME_LIMIT;
         let gone = loop {
             if Instant::now() >= end {
                 break false;
@@ -260,7 +260,7 @@ fn who_takes_nothing_of_its_answers_is_gone_although_it_answers_pings() {
     }
     ports.serve_honest_clients();
     let mut buffer = Vec::new();
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIME_LIMIT;
     let gone = loop {
         if Instant::now() >= end {
             break false;
@@ -292,7 +292,7 @@ fn who_reads_nothing_at_all_is_gone() {
     for (beginning, more) in [(Vec::new(), pages), (greeting(&[]), calls)] {
         let mut stream = connect(lighthouse);
         stream.write_all(&beginning).unwrap();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIME_LIMIT;
         let mut gone = false;
         while !gone && Instant::now() < end {
             gone = match stream.write(&more) {
@@ -330,7 +330,7 @@ fn endless_frames_that_ask_for_nothing_end_the_connection_after_a_bounded_number
         for (name, next) in &floods {
             let mut stream = connect(address);
             stream.write_all(&greeting(&[])).unwrap();
-            let end = Instant::now() + PATIENCE;
+            let end = Instant::now() + TIME_LIMIT;
             let mut sent = 0;
             let gone = loop {
                 if Instant::now() >= end {

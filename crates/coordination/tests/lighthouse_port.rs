@@ -12,7 +12,7 @@ use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, M
 
 fn page(url: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(socket_of(url)).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIME_LIMIT)).unwrap();
     write!(
         stream,
         "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -220,7 +220,7 @@ fn bad_bytes_on_the_port_change_nothing() {
             // The server may close early; that is its answer.
             let _ = stream.write_all(&bytes);
             let _ = stream.shutdown(std::net::Shutdown::Write);
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(TIME_LIMIT)).unwrap();
             let mut answer = Vec::new();
             let closed = stream.read_to_end(&mut answer);
             assert!(closed.is_ok() || closed.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset));

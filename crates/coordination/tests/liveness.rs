@@ -22,7 +22,7 @@ fn is_healthy(status: &LighthouseStatus, id: &str) -> bool {
 
 fn heartbeats(lighthouse: &LighthouseServer) -> u64 {
     let mut stream = TcpStream::connect(socket_of(&lighthouse.address())).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIME_LIMIT)).unwrap();
     write!(
         stream,
         "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

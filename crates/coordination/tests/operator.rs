@@ -12,7 +12,7 @@ use oxccl_coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, Member, Order, OrderKind, OrderedReplica, PushEvent,
 };
 
-use crate::rig::{PATIENCE, Replica, client, config, lighthouse, member, quorum, quorum_of, soon, until};
+use crate::rig::{Replica, TIME_LIMIT, client, config, lighthouse, member, quorum, quorum_of, soon, until};
 
 fn order(tool: &LighthouseClient, kind: OrderKind, replica: &str) -> Result<Vec<String>> {
     let order = Order {
@@ -108,7 +108,7 @@ fn a_kill_reaches_the_ranks_that_watch() {
     quorum_of(&mut [&mut a], 0);
     until(&tool, "its stream is open", |s| s.attached == ["a:1"]);
     order(&tool, OrderKind::Kill, "a").unwrap();
-    let event = a.events.recv_timeout(PATIENCE).unwrap();
+    let event = a.events.recv_timeout(TIME_LIMIT).unwrap();
     let PushEvent::Kill { reason } = event else {
         panic!("{event:?}")
     };
@@ -128,8 +128,8 @@ fn an_evicted_replica_is_refused_by_a_restarted_lighthouse_too() {
         })
         .unwrap()
     };
-    let of = |life: &str| Member {
-        life: life.into(),
+    let of = |incarnation: &str| Member {
+        incarnation: incarnation.into(),
         ..member("b:1")
     };
     let first = start();

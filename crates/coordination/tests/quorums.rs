@@ -415,7 +415,7 @@ fn l23_min_replicas_holds_for_the_survivor_of_a_quorum() {
     assert_eq!(
         both[0].replica_ids,
         ["a:1", "b:2"],
-        "the new life takes the old one's place"
+        "the new incarnation takes the old one's place"
     );
 }
 
@@ -654,14 +654,14 @@ fn a_guard_that_is_dropped_ends_the_watch_and_a_panicking_callback_does_not() {
     drop(second);
     let (guard, events) = watched(&a.client, 0);
     events
-        .recv_timeout(PATIENCE)
+        .recv_timeout(TIME_LIMIT)
         .expect("a new watch begins with the last abort");
     drop(guard);
     let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
     b.client.report(epoch, "two", soon()).unwrap();
     a.abort_of(epoch);
     assert!(
-        events.recv_timeout(PATIENCE).is_err(),
+        events.recv_timeout(TIME_LIMIT).is_err(),
         "disconnected: the callback is gone with its guard"
     );
 }

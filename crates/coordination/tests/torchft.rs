@@ -28,7 +28,7 @@ use oxccl_coordination::{
 };
 use serde_json::{Value, json};
 
-use rig::{PATIENCE, Replica, client, config, lighthouse, manager_config, quorum, soon, until};
+use rig::{Replica, TIME_LIMIT, client, config, lighthouse, manager_config, quorum, soon, until};
 
 const FOLDER: &str = "OXCCL_TORCHFT_PATH";
 /// What torchft's calls get, in seconds.
@@ -158,7 +158,7 @@ impl Torchft {
 
     fn make(&self, class: &str, name: &str, with: &Value) {
         let made = self.ask(json!({"new": class, "as": name, "with": with}));
-        made.recv_timeout(PATIENCE)
+        made.recv_timeout(TIME_LIMIT)
             .expect("an answer")
             .unwrap_or_else(|e| panic!("{class}: {e}"));
     }
@@ -234,7 +234,7 @@ impl Drop for Torchft {
 
 fn ended(answer: &Receiver<Answer>) -> Value {
     answer
-        .recv_timeout(PATIENCE)
+        .recv_timeout(TIME_LIMIT)
         .expect("an answer")
         .unwrap_or_else(|e| panic!("torchft says {e}"))
 }
@@ -292,7 +292,7 @@ fn its_lighthouse_clients(torchft: &Torchft) {
 fn its_client_times_out(torchft: &Torchft) {
     let server = lighthouse(2);
     torchft.lighthouse_client("client", &server.address());
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIME_LIMIT;
     loop {
         let alone = torchft.begin(
             "client",
@@ -300,7 +300,7 @@ fn its_client_times_out(torchft: &Torchft) {
             &json!({"replica_id": "lonely", "timeout": 2.0, "address": "http://host:1", "store_address": "store:1",
                 "world_size": 1}),
         );
-        let error = alone.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        let error = alone.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
         assert!(error.starts_with("TimeoutError"), "{error}");
         if error.contains("lonely") && error.contains("min_replicas is 2") {
             break;

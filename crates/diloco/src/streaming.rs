@@ -231,7 +231,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     pub fn global_hash(&self) -> Result<String> {
         self.rounds.check_state()?;
         let mut hash = ParametersHash::default();
-        for (i, fragment, slot) in self.homes() {
+        for (i, fragment, slot) in self.slots() {
             fragment.global.read(slot, &mut |values| {
                 hash.add(self.params.name(i), values);
                 Ok(())
@@ -241,7 +241,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// Where the global copy of each parameter is, in the order of the parameters: its number, fragment and slot.
-    fn homes(&self) -> Vec<(usize, &Fragment, usize)> {
+    fn slots(&self) -> Vec<(usize, &Fragment, usize)> {
         let mut all = Vec::with_capacity(self.params.len());
         for (f, fragment) in self.fragments.iter().enumerate() {
             let members = self.plan.members(f).iter().enumerate();

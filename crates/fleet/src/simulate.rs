@@ -150,12 +150,12 @@ enum Doing {
 
 struct Replica {
     id: String,
-    life: u32,
+    incarnation: u32,
     rank: Rank,
     doing: Doing,
 }
 
-/// What happens beside the rounds. The number is the replica's, and its life: what concerns an earlier one is dropped.
+/// What happens beside the rounds. The number is the replica's, and its incarnation: what concerns an earlier one is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Beside {
     Death,
@@ -559,7 +559,7 @@ impl<'a> Run<'a> {
                 };
             }
             if replica.doing == Doing::Fetches {
-                let fetched = Beside::Fetched(i, replica.life);
+                let fetched = Beside::Fetched(i, replica.incarnation);
                 self.at(self.now + self.fleet.heal.get(), fetched);
             }
         }
@@ -619,32 +619,32 @@ impl<'a> Run<'a> {
                     }
                 }
             }
-            Beside::Noticed(i, life) => {
+            Beside::Noticed(i, incarnation) => {
                 let id = self
                     .replicas
                     .get(i)
-                    .filter(|r| r.life == life)
+                    .filter(|r| r.incarnation == incarnation)
                     .map(|r| r.id.clone());
                 if let Some(replica_id) = id {
                     self.tell(Event::Detached {
                         replica_id,
-                        stream: stream(i, life),
+                        stream: stream(i, incarnation),
                     })?;
                 }
             }
             Beside::Back(i) => {
-                let life = self.replicas.get(i).map_or(0, |r| r.life) + 1;
+                let incarnation = self.replicas.get(i).map_or(0, |r| r.incarnation) + 1;
                 if let Some(slot) = self.replicas.get_mut(i) {
-                    *slot = replica(i, life, Doing::Fetches);
+                    *slot = replica(i, incarnation, Doing::Fetches);
                 }
                 self.attach(i)?;
                 self.asks(i)?;
             }
-            Beside::Fetched(i, life) => {
+            Beside::Fetched(i, incarnation) => {
                 let Some(replica) = self.replicas.get_mut(i) else {
                     return Ok(());
                 };
-                if replica.life != life || replica.doing != Doing::Fetches {
+                if replica.incarnation != incarnation || replica.doing != Doing::Fetches {
                     return Ok(());
                 }
                 self.heals += 1;
@@ -668,9 +668,12 @@ impl<'a> Run<'a> {
             return;
         };
         let was = std::mem::replace(&mut replica.doing, Doing::Dead);
-        let life = replica.life;
+        let incarnation = replica.incarnation;
         self.missing += u32::from(was == Doing::InStep && self.in_flight && self.now < self.ends);
-        self.at(self.now + self.fleet.notice.get(), Beside::Noticed(i, life));
+        self.at(
+            self.now + self.fleet.notice.get(),
+            Beside::Noticed(i, incarnation),
+        );
         self.at(
             self.now + self.fleet.restart.get().max(self.fleet.notice.get()),
             Beside::Back(i),
@@ -681,7 +684,7 @@ impl<'a> Run<'a> {
         let Some(replica) = self.replicas.get(i) else {
             return Ok(());
         };
-        let (replica_id, stream) = (replica.id.clone(), stream(i, replica.life));
+        let (replica_id, stream) = (replica.id.clone(), stream(i, replica.incarnation));
         self.tell(Event::Attached {
             replica_id,
             stream,
@@ -719,11 +722,11 @@ fn moment_of(at: f64) -> Moment {
     (at.max(0.0) * 1e9) as Moment
 }
 
-fn stream(i: usize, life: u32) -> u64 {
-    (u64::from(life) << 32) | i as u64
+fn stream(i: usize, incarnation: u32) -> u64 {
+    (u64::from(incarnation) << 32) | i as u64
 }
 
-fn replica(i: usize, life: u32, doing: Doing) -> Replica {
+fn replica(i: usize, incarnation: u32, doing: Doing) -> Replica {
     let rules = RankRules {
         min_replicas: 1,
         max_contributors: None,
@@ -732,8 +735,8 @@ fn replica(i: usize, life: u32, doing: Doing) -> Replica {
     };
     Replica {
         // Short: the lighthouse compares ids all the time.
-        id: format!("{i:05x}:{life}"),
-        life,
+        id: format!("{i:05x}:{incarnation}"),
+        incarnation,
         rank: Rank::new(rules),
         doing,
     }

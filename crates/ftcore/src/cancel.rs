@@ -1,6 +1,6 @@
 //! Cancellation of a `configure`: one token with a reason, which every wait below sees.
 //!
-//! A [`Configuration`](crate::Configuration) carries a [`Cancel`] down through wrappers and backends. A wrapper that has news of its own
+//! A [`Configuration`](crate::Configuration) carries a [`Cancel`] down through wrappers and backends. A wrapper that has notice of its own
 //! passes on a token that watches for them, too; [`Lifecycle`](crate::lifecycle::Lifecycle) cancels its own on `abort`. Waits look at it each
 //! [`Cancel::TURN`]: nothing has to be woken, and no thread repeats an abort until it is heard. A TCP store looks while it waits
 //! ([`Store::cancelled_by`]), so that no look costs a call what it has reached; other stores are asked in turns.

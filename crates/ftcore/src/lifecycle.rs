@@ -2,15 +2,15 @@
 //!
 //! For authors of backends. A group owns a [`Lifecycle`]; `configure` ends the old [`Engine`] and puts the one in its place that
 //! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
-//! [`Split`] is the agreement of all ranks on who goes where. [`part_from`] is for groups whose end their owner decides.
+//! [`Split`] is the agreement of all ranks on who goes where. [`leave_at_exit`] is for groups whose end their owner decides.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
+use crate::exit::leave_engine_at_exit;
+pub use crate::exit::{Leaving, leave_at_exit, wait_for_leaves};
 use crate::flight_recorder::{self, GroupRing, Recorder};
 use crate::forked;
-use crate::parting::part_from_engine;
-pub use crate::parting::{Parting, part_from, wait_for_partings};
 use crate::{
     Cancel, Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, accelerator,
@@ -61,7 +61,7 @@ enum Standing<E> {
         engine: Arc<E>,
         configuration: Configuration,
         /// It was told to end, and the end of the process knows.
-        parting: bool,
+        leaving: bool,
     },
 }
 
@@ -111,7 +111,7 @@ impl<E: Engine> Lifecycle<E> {
         let ended = old.map_or(Ok(()), |old| {
             old.leave(&format!("configured again at epoch {}", configuration.epoch));
             old.wait_ended(configuration.deadline)
-                .inspect_err(|_| part_from_engine(&old))
+                .inspect_err(|_| leave_engine_at_exit(&old))
         });
         let connected = ended
             .and_then(|()| cancel.check())
@@ -134,14 +134,14 @@ impl<E: Engine> Lifecycle<E> {
                 }
                 if let Some(reason) = &reason {
                     engine.abort(reason.message());
-                    part_from_engine(&engine);
+                    leave_engine_at_exit(&engine);
                 }
                 // The engine's life has a token of its own, which ends what is split from it.
                 configuration.cancel = Cancel::default();
                 state.standing = Standing::Configured {
                     engine,
                     configuration,
-                    parting: reason.is_some(),
+                    leaving: reason.is_some(),
                 };
                 Ok(())
             }
@@ -242,18 +242,18 @@ impl<E: Engine> Lifecycle<E> {
                 Standing::Configured {
                     engine,
                     configuration,
-                    parting,
+                    leaving,
                 } => {
                     let text = format!("the group that it is split from was aborted: {reason}");
                     configuration.cancel.cancel(Error::new(ErrorKind::Aborted, text));
-                    Some((engine.clone(), std::mem::replace(parting, true)))
+                    Some((engine.clone(), std::mem::replace(leaving, true)))
                 }
                 Standing::Unconfigured | Standing::Failed(_) => None,
             }
         };
-        if let Some((engine, parting)) = standing {
-            if !parting {
-                part_from_engine(&engine);
+        if let Some((engine, leaving)) = standing {
+            if !leaving {
+                leave_engine_at_exit(&engine);
             }
             engine.abort(reason);
         }
@@ -291,9 +291,9 @@ impl<E: Engine> Drop for Lifecycle<E> {
             std::mem::forget(std::mem::replace(&mut state.standing, Standing::Unconfigured));
             return;
         }
-        if let Standing::Configured { engine, parting, .. } = &state.standing {
-            if !parting {
-                part_from_engine(engine);
+        if let Standing::Configured { engine, leaving, .. } = &state.standing {
+            if !leaving {
+                leave_engine_at_exit(engine);
             }
             engine.leave("the group was dropped");
         }

@@ -2,7 +2,7 @@
 //!
 //! An asynchronous call takes its tensors by value and its `Work` gives them back, so whatever is in flight is owned
 //! by the engine (INV-8): dropping a `Work`, a group or an input early is always safe. A strided tensor is refused
-//! here (L14: elsewhere it silently overwrites its neighbours). Beside one call in `parting.rs`, this is the one module of ftcore with unsafe code.
+//! here (L14: elsewhere it silently overwrites its neighbours). Beside one call in `exit.rs`, this is the one module of ftcore with unsafe code.
 
 use std::any::{Any, TypeId};
 use std::fmt;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::engine::{Job as _, Label, Place, Rules, spawn};
-use crate::lifecycle::{Lifecycle, part_from};
+use crate::lifecycle::{Lifecycle, leave_at_exit};
 use crate::{
     Capabilities, Checked, Collective, Completion, Configuration, Device, Error, Failed, Feature, GroupInfo,
     ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, accelerator, deadline_in,
@@ -246,6 +246,6 @@ impl Drop for Staged {
     fn drop(&mut self) {
         // A thread may be the last to let go of the inner group, which has its leave to send.
         let gone = self.gone.get_mut().unwrap_or_else(PoisonError::into_inner);
-        gone.take().into_iter().for_each(part_from);
+        gone.take().into_iter().for_each(leave_at_exit);
     }
 }

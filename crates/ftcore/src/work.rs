@@ -312,7 +312,7 @@ impl Work {
 
     /// As [`wait`](Self::wait), to the operation's own deadline plus a margin in which the engine reports it.
     pub fn wait_done(&self) -> Result<()> {
-        self.wait(self.patience())
+        self.wait(self.latest_report())
     }
 
     pub(crate) fn deadline(&self) -> Instant {
@@ -320,7 +320,7 @@ impl Work {
     }
 
     /// The operation's deadline plus a margin in which the engine reports it.
-    fn patience(&self) -> Instant {
+    fn latest_report(&self) -> Instant {
         self.0
             .deadline
             .checked_add(Duration::from_secs(5))
@@ -336,7 +336,7 @@ impl Work {
             return self.wait_done();
         }
         let mut recorded = None;
-        self.wait_until(self.patience(), |progress| {
+        self.wait_until(self.latest_report(), |progress| {
             recorded.clone_from(&progress.done);
             recorded.as_ref().map(|_| ())
         })?;

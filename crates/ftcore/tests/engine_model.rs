@@ -1,4 +1,4 @@
-//! A model of races in the engine's shell: shuttle runs the real locks, the real executor and the real hand-over of news under
+//! A model of races in the engine's shell: shuttle runs the real locks, the real executor and the real hand-over of notice under
 //! thousands of schedules.
 //!
 //! `cargo test -p ftcore --features shuttle --test engine_model`

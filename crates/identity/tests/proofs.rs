@@ -18,7 +18,7 @@ use oxccl_identity::{Acceptor, Party, Role};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 fn folder(path: &Path, job: &str) -> Arc<Credentials> {
     oxccl_identity::create(path, Some(job)).unwrap();
@@ -35,11 +35,11 @@ fn run<T>(test: impl Future<Output = T>) -> T {
         .enable_all()
         .build()
         .unwrap();
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, test).await.expect("it hangs") })
+    runtime.block_on(async { tokio::time::timeout(TIME_LIMIT, test).await.expect("it hangs") })
 }
 
 /// A listener that greets those that prove who they are with their names.
-async fn serve(parties: &[Arc<Party>], handshakes: usize, patience: Duration) -> SocketAddr {
+async fn serve(parties: &[Arc<Party>], handshakes: usize, limit: Duration) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let acceptor = Arc::new(Acceptor::new(parties, handshakes));
@@ -47,7 +47,7 @@ async fn serve(parties: &[Arc<Party>], handshakes: usize, patience: Duration) ->
         while let Ok((stream, from)) = listener.accept().await {
             let acceptor = Arc::clone(&acceptor);
             tokio::spawn(async move {
-                let deadline = Instant::now() + patience;
+                let deadline = Instant::now() + limit;
                 if let Some((mut stream, peer)) = acceptor.accept(stream, from, deadline, |s| s).await {
                     stream.write_all(peer.to_string().as_bytes()).await.unwrap();
                     stream.shutdown().await.unwrap();
@@ -75,7 +75,7 @@ fn both_sides_know_each_other_and_a_folder_for_one_replica_is_enough() {
     let one = Credentials::load(&dir.path().join("a")).unwrap();
     run(async {
         let lighthouse = Party::new(&job, Role::Lighthouse).unwrap();
-        let address = serve(&[lighthouse], 16, PATIENCE).await;
+        let address = serve(&[lighthouse], 16, TIME_LIMIT).await;
         let expected = Some(&Role::Lighthouse);
         for (party, says) in [
             (Party::new(&one, replica("a")), "replica 'a' of job demo"),
@@ -116,7 +116,7 @@ fn a_folder_for_the_lighthouse_is_enough_to_be_the_lighthouse_and_nothing_else()
             .contains("the lighthouse, and nothing else")
     );
     run(async {
-        let address = serve(&[Party::new(&one, Role::Lighthouse).unwrap()], 16, PATIENCE).await;
+        let address = serve(&[Party::new(&one, Role::Lighthouse).unwrap()], 16, TIME_LIMIT).await;
         let caller = Party::new(&job, replica("a")).unwrap();
         let said = call(address, &caller, Some(&Role::Lighthouse)).await.unwrap();
         assert_eq!(said, "replica 'a' of job demo");
@@ -140,7 +140,7 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
     let list = job.folder().join("revoked");
     run(async {
         let lighthouse = Party::new(&job, Role::Lighthouse).unwrap();
-        let address = serve(&[Arc::clone(&lighthouse)], 16, PATIENCE).await;
+        let address = serve(&[Arc::clone(&lighthouse)], 16, TIME_LIMIT).await;
         let expected = Some(&Role::Lighthouse);
         call(address, &a, expected).await.unwrap();
         oxccl_identity::revoke(job.folder(), "a").unwrap();
@@ -148,7 +148,7 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
         assert_eq!(e.kind(), ErrorKind::Unavailable);
         assert!(e.message().contains("CertificateRevoked"), "{e}");
         // Nor does a member with the list go on with what it serves.
-        let served = serve(&[Arc::clone(&a)], 16, PATIENCE).await;
+        let served = serve(&[Arc::clone(&a)], 16, TIME_LIMIT).await;
         let e = call(served, &lighthouse, Some(&replica("a"))).await.unwrap_err();
         assert!(e.message().contains("was taken back"), "{e}");
         // Others are as before.
@@ -187,7 +187,7 @@ fn another_jobs_member_is_refused_by_both_sides_even_under_the_same_job_id() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");
     run(async {
-        let address = serve(&[Party::new(&job, Role::Lighthouse).unwrap()], 16, PATIENCE).await;
+        let address = serve(&[Party::new(&job, Role::Lighthouse).unwrap()], 16, TIME_LIMIT).await;
         for (n, id) in ["demo", "other"].into_iter().enumerate() {
             let stranger = folder(&dir.path().join(n.to_string()), id);
             let e = call(address, &Party::tool(&stranger).unwrap(), None)
@@ -211,7 +211,7 @@ fn one_listener_serves_several_jobs_and_keeps_them_apart() {
         let parties = jobs
             .each_ref()
             .map(|job| Party::new(job, Role::Lighthouse).unwrap());
-        let address = serve(&parties, 16, PATIENCE).await;
+        let address = serve(&parties, 16, TIME_LIMIT).await;
         for job in &jobs {
             let party = Party::new(job, replica("a")).unwrap();
             let said = call(address, &party, Some(&Role::Lighthouse)).await.unwrap();
@@ -270,7 +270,7 @@ fn an_expired_certificate_and_one_without_a_role_of_the_job_open_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");
     run(async {
-        let address = serve(&[Party::new(&job, Role::Lighthouse).unwrap()], 16, PATIENCE).await;
+        let address = serve(&[Party::new(&job, Role::Lighthouse).unwrap()], 16, TIME_LIMIT).await;
         // The control: the same certificate without a fault is accepted.
         odd_certificate(&job, |_| ());
         assert_eq!(
@@ -303,7 +303,7 @@ fn a_caller_without_tls_reads_what_it_lacks() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");
     run(async {
-        let address = serve(&[Party::new(&job, Role::Lighthouse).unwrap()], 16, PATIENCE).await;
+        let address = serve(&[Party::new(&job, Role::Lighthouse).unwrap()], 16, TIME_LIMIT).await;
         for first in ["GET / HTTP/1.1\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "x"] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             stream.write_all(first.as_bytes()).await.unwrap();
@@ -346,7 +346,7 @@ fn half_handshakes_end_in_time_and_never_keep_a_member_out() {
         let lighthouse = Party::new(&job, Role::Lighthouse).unwrap();
         let member = Party::new(&job, replica("a")).unwrap();
         // The time of the strangers is not over before the test is: room must be made.
-        let address = serve(&[Arc::clone(&lighthouse)], 8, PATIENCE * 2).await;
+        let address = serve(&[Arc::clone(&lighthouse)], 8, TIME_LIMIT * 2).await;
         let beginnings: [&[u8]; 4] = [
             b"",
             &[0x16],

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{self, Driver, Ended, Held, Job, Label, Outcome, Place, Rules, Stage, Ticket};
 use ftcore::{Collective, Completion, Error, ErrorKind, Result, Tensor, later, time_left};
 
-use crate::link::{Link, Moved, Seat};
+use crate::link::{Claim, Link, Moved};
 use crate::notices::Notices;
 use crate::staging::Staged;
 use crate::wire::frames::{Done, Order, address};
@@ -184,16 +184,16 @@ pub(crate) struct ChildDriver {
 
 impl ChildDriver {
     pub(crate) fn new(
-        seat: &Seat,
+        claim: &Claim,
         place: Place,
         name: String,
         tells: bool,
         notices: Option<Arc<Notices>>,
     ) -> Self {
         Self {
-            link: seat.link.clone(),
-            number: seat.number,
-            moved: seat.moved.clone(),
+            link: claim.link.clone(),
+            number: claim.number,
+            moved: claim.moved.clone(),
             place,
             name,
             tells,
@@ -377,16 +377,16 @@ impl ChildDriver {
         flights.any(|flight| !with_direct || flight.staged.is_direct())
     }
 
-    /// True if an operation has been waiting for `rank`, which left at `at`, for `patience`. Of a split group, whose ranks have other numbers,
+    /// True if an operation has been waiting for `rank`, which left at `at`, for `limit`. Of a split group, whose ranks have other numbers,
     /// only if it was pending when that rank left.
-    pub(crate) fn misses(&self, rank: u32, at: Instant, patience: Duration) -> bool {
+    pub(crate) fn misses(&self, rank: u32, at: Instant, limit: Duration) -> bool {
         self.table().flights.values().any(|flight| {
             let needed = match &flight.needs {
                 _ if self.number != 0 => flight.submitted <= at,
                 Needs::All => true,
                 Needs::Ranks(ranks) => ranks.contains(&rank),
             };
-            needed && flight.submitted.max(at).elapsed() > patience
+            needed && flight.submitted.max(at).elapsed() > limit
         })
     }
 

@@ -19,7 +19,7 @@ use crate::child;
 use crate::child_pool;
 use crate::crossing::Mode;
 use crate::driver::{Call, ChildDriver, Engine, LEAVE, RULES, TELLING, give_up};
-use crate::link::{Link, Seat};
+use crate::link::{Claim, Link};
 use crate::notices::{self, Notices};
 use crate::options::IsolateOptions;
 use crate::pool::Pool;
@@ -82,7 +82,7 @@ struct Core {
 #[derive(Default)]
 struct State {
     /// In the present child.
-    seat: Option<Seat>,
+    claim: Option<Claim>,
     /// That child's group was never configured: a first time is always possible.
     is_new: bool,
     /// Of earlier children.
@@ -156,16 +156,16 @@ impl IsolatedGroup {
             options,
         });
         core.prepare_spare();
-        Ok(Self::of(core, Seat::first(started.link), false))
+        Ok(Self::of(core, Claim::first(started.link), false))
     }
 
-    fn of(core: Arc<Core>, seat: Seat, is_part: bool) -> Self {
+    fn of(core: Arc<Core>, claim: Claim, is_part: bool) -> Self {
         Self {
             lifecycle: Lifecycle::new(core.options.backend.clone()),
             core,
             is_part,
             state: Mutex::new(State {
-                seat: Some(seat),
+                claim: Some(claim),
                 is_new: true,
                 ..State::default()
             }),
@@ -181,7 +181,7 @@ impl IsolatedGroup {
     /// The child's process id, while there is one.
     pub fn child_pid(&self) -> Option<u32> {
         let state = self.lock();
-        let link = state.seat.as_ref().map(|seat| &seat.link);
+        let link = state.claim.as_ref().map(|claim| &claim.link);
         let link = link.filter(|link| link.unusable().is_none())?;
         Some(link.pid.as_raw_nonzero().get().cast_unsigned())
     }
@@ -208,11 +208,11 @@ impl IsolatedGroup {
         let old = {
             let mut state = self.lock();
             let is_new = std::mem::take(&mut state.is_new);
-            match &state.seat {
-                Some(seat) if (self.core.reuses || is_new) && seat.link.is_fresh() => {
-                    return Ok(seat.link.clone());
+            match &state.claim {
+                Some(claim) if (self.core.reuses || is_new) && claim.link.is_fresh() => {
+                    return Ok(claim.link.clone());
                 }
-                _ => state.seat.take(),
+                _ => state.claim.take(),
             }
         };
         if self.is_part {
@@ -226,15 +226,15 @@ impl IsolatedGroup {
             Some(link) => link,
             None => child_pool::start(&self.core.options, &self.core.pool, *deadline, cancel)?.link,
         };
-        self.lock().seat = Some(Seat::first(link.clone()));
+        self.lock().claim = Some(Claim::first(link.clone()));
         cancel.check()?;
         Ok(link)
     }
 
     /// Lets go of a child, whose counters end with it.
-    fn spend(&self, seat: Option<Seat>) {
-        if let Some(seat) = seat {
-            let spent = seat.moved.traffic();
+    fn spend(&self, claim: Option<Claim>) {
+        if let Some(claim) = claim {
+            let spent = claim.moved.traffic();
             let mut state = self.lock();
             state.traffic.sent += spent.sent;
             state.traffic.received += spent.received;
@@ -268,7 +268,7 @@ impl IsolatedGroup {
             notices::publish(configuration, link)?;
         }
         let store = link.stores()?.offer(configuration.store.clone());
-        let number = self.lock().seat.as_ref().map_or(0, |seat| seat.number);
+        let number = self.lock().claim.as_ref().map_or(0, |claim| claim.number);
         let settled = link.call(
             |call| Order::Configure {
                 call,
@@ -301,11 +301,11 @@ impl IsolatedGroup {
     fn start(&self, place: Place, settled: Settled, notices: Option<&Arc<Notices>>) -> Result<Arc<Engine>> {
         let state = self.lock();
         let ended = || Error::new(ErrorKind::InvalidState, "the group was shut down meanwhile");
-        let seat = state.seat.as_ref().ok_or_else(ended)?;
-        seat.moved.count(settled.sent, settled.received);
-        let driver = ChildDriver::new(seat, place, settled.name, self.core.tells, notices.cloned());
+        let claim = state.claim.as_ref().ok_or_else(ended)?;
+        claim.moved.count(settled.sent, settled.received);
+        let driver = ChildDriver::new(claim, place, settled.name, self.core.tells, notices.cloned());
         let engine = Engine::start("ox-isolated", place, RULES, driver)?;
-        let (link, number) = (seat.link.clone(), seat.number);
+        let (link, number) = (claim.link.clone(), claim.number);
         drop(state);
         link.serve(number, &engine, notices);
         Ok(engine)
@@ -490,8 +490,8 @@ impl ProcessGroup for IsolatedGroup {
         let number = engine.driver().number();
         let link = engine.driver().link().clone();
         // Let go of again if there is no group for this rank.
-        let seat = Seat::another(link.clone());
-        let new = seat.number;
+        let claim = Claim::another(link.clone());
+        let new = claim.number;
         let settled = link.call(
             |call| Order::Split {
                 call,
@@ -513,7 +513,7 @@ impl ProcessGroup for IsolatedGroup {
             deadline,
             ..parent
         };
-        let part = Self::of(self.core.clone(), seat, true);
+        let part = Self::of(self.core.clone(), claim, true);
         // It is connected.
         part.lock().is_new = false;
         part.lifecycle
@@ -537,9 +537,9 @@ impl ProcessGroup for IsolatedGroup {
             return Ok(());
         };
         let drained = self.lifecycle.shutdown(deadline);
-        let seat = self.lock().seat.take();
-        let Some(seat) = seat else { return drained };
-        let (link, number) = (seat.link.clone(), seat.number);
+        let claim = self.lock().claim.take();
+        let Some(claim) = claim else { return drained };
+        let (link, number) = (claim.link.clone(), claim.number);
         let ended = match engine.error() {
             // Its child has ended too, or does.
             Some(_) => Ok(None),
@@ -554,7 +554,7 @@ impl ProcessGroup for IsolatedGroup {
             ),
         };
         let is_last = link.is_alone();
-        self.spend(Some(seat));
+        self.spend(Some(claim));
         if is_last {
             // Its end is on its way; a program that counts processes may want to see it.
             link.wait_gone(deadline_in(LEAVE * 2));
@@ -568,7 +568,7 @@ impl ProcessGroup for IsolatedGroup {
 
     fn traffic(&self) -> Traffic {
         let state = self.lock();
-        let now = state.seat.as_ref().map(|seat| seat.moved.traffic());
+        let now = state.claim.as_ref().map(|claim| claim.moved.traffic());
         let now = now.unwrap_or_default();
         Traffic {
             sent: state.traffic.sent + now.sent,

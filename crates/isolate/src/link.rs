@@ -11,7 +11,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use ftcore::lifecycle::{Parting, part_from};
+use ftcore::lifecycle::{Leaving, leave_at_exit};
 use ftcore::{Cancel, Capabilities, Error, ErrorKind, Result, Traffic, deadline_in, time_left};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -69,7 +69,7 @@ struct State {
     quarantine: Vec<Staged>,
     calls: HashMap<u32, SyncSender<Answer>>,
     greeting: Option<SyncSender<Greeting>>,
-    seats: u32,
+    claims: u32,
     next_call: u32,
     next_group: u32,
     /// Orders that a thread which must not block left to the keeper.
@@ -77,7 +77,7 @@ struct State {
     bounds: Vec<Bound>,
     ending: Option<Ending>,
     /// The end of this process waits for the child's.
-    is_parting: bool,
+    is_leaving: bool,
     /// The child kept memory of an operation that failed.
     is_tainted: bool,
     /// The child is gone and collected, for this reason.
@@ -116,7 +116,7 @@ pub(crate) struct Link {
 }
 
 /// A group's place in a child, and with it a claim on the child, which ends with the last one.
-pub(crate) struct Seat {
+pub(crate) struct Claim {
     pub(crate) link: Arc<Link>,
     /// The group's number in the child; 0 for the first.
     pub(crate) number: u32,
@@ -144,7 +144,7 @@ impl Moved {
     }
 }
 
-impl Seat {
+impl Claim {
     /// For the first group of a child.
     pub(crate) fn first(link: Arc<Link>) -> Self {
         Self::numbered(link, |_| 0)
@@ -160,7 +160,7 @@ impl Seat {
 
     fn numbered(link: Arc<Link>, number: impl FnOnce(&mut State) -> u32) -> Self {
         let mut state = link.lock();
-        state.seats += 1;
+        state.claims += 1;
         let number = number(&mut state);
         drop(state);
         Self {
@@ -171,14 +171,14 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Claim {
     /// With the last group the child goes too; it tells the other ranks of the leave. Never blocks.
     fn drop(&mut self) {
         let link = &self.link;
         let is_last = {
             let mut state = link.lock();
-            state.seats = state.seats.saturating_sub(1);
-            state.seats == 0
+            state.claims = state.claims.saturating_sub(1);
+            state.claims == 0
         };
         link.part();
         if is_last {
@@ -279,17 +279,17 @@ impl Link {
         self.lock().engines.get(&number).and_then(Weak::upgrade)
     }
 
-    /// True if an operation of any group has been waiting for `rank`, which left at `at`, for `patience`.
-    pub(crate) fn misses(&self, rank: u32, at: Instant, patience: Duration) -> bool {
+    /// True if an operation of any group has been waiting for `rank`, which left at `at`, for `limit`.
+    pub(crate) fn misses(&self, rank: u32, at: Instant, limit: Duration) -> bool {
         let engines = self.lock().engines();
         engines
             .iter()
-            .any(|engine| engine.driver().misses(rank, at, patience))
+            .any(|engine| engine.driver().misses(rank, at, limit))
     }
 
     /// True if only one group lives in the child.
     pub(crate) fn is_alone(&self) -> bool {
-        self.lock().seats <= 1
+        self.lock().claims <= 1
     }
 
     /// Keeps what the child may still touch until it is gone. Such a child is not configured again.
@@ -593,7 +593,7 @@ impl Link {
             }
         }
         // Where no group is left, those that have not ended yet are leaving.
-        let fails = is_first && state.seats > 0;
+        let fails = is_first && state.claims > 0;
         drop(state);
         self.wake();
         if fails {
@@ -601,13 +601,13 @@ impl Link {
         }
     }
 
-    /// Group `number` has failed with `failure`, and gets `patience` to end what is in flight; then the child is ended.
-    pub(crate) fn bound(&self, number: u32, patience: Duration, failure: &Error) {
+    /// Group `number` has failed with `failure`, and gets `limit` to end what is in flight; then the child is ended.
+    pub(crate) fn bound(&self, number: u32, limit: Duration, failure: &Error) {
         let mut state = self.lock();
         if let Some(engine) = state.engines.get(&number).cloned() {
             state.bounds.push(Bound {
                 engine,
-                until: deadline_in(patience),
+                until: deadline_in(limit),
                 failure: failure.clone(),
             });
         }
@@ -659,7 +659,7 @@ impl Link {
             let mut state = self.lock();
             state.gone.get_or_insert_with(|| error.clone());
             state.quarantine.clear();
-            (state.engines(), state.notices.upgrade(), state.seats > 0)
+            (state.engines(), state.notices.upgrade(), state.claims > 0)
         };
         // What it said of another rank before it ended tells more than its end.
         notices.into_iter().for_each(|notices| notices.settle());
@@ -675,7 +675,7 @@ impl Link {
     /// say first.
     pub(crate) fn part(self: &Arc<Self>) {
         struct Child(Weak<Link>);
-        impl Parting for Child {
+        impl Leaving for Child {
             fn is_over(&self) -> bool {
                 self.0.strong_count() == 0
             }
@@ -689,8 +689,8 @@ impl Link {
                 }
             }
         }
-        if !std::mem::replace(&mut self.lock().is_parting, true) {
-            part_from(Child(Arc::downgrade(self)));
+        if !std::mem::replace(&mut self.lock().is_leaving, true) {
+            leave_at_exit(Child(Arc::downgrade(self)));
         }
     }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::spawn;
-use ftcore::lifecycle::part_from;
+use ftcore::lifecycle::leave_at_exit;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, process_space};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
@@ -228,7 +228,7 @@ impl Notices {
         self.settle();
         let (telling, told) = mpsc::channel::<()>();
         // This process may end at once: not before that is said.
-        part_from(told);
+        leave_at_exit(told);
         let (this, error) = (self.clone(), failure.clone());
         let started = spawn("ox-itell", move || {
             this.post(&error);
@@ -273,7 +273,7 @@ impl Notices {
     fn post(&self, error: &Error) {
         let posted = encode(&(self.rank, error.clone())).and_then(|notice| {
             self.store
-                .compare_set(&self.key("news"), b"", &notice, deadline_in(CALL))
+                .compare_set(&self.key("failure"), b"", &notice, deadline_in(CALL))
         });
         if let Err(error) = posted {
             tracing::warn!(rank = self.rank, %error, "the other ranks could not be told of a failure");
@@ -283,7 +283,7 @@ impl Notices {
     /// Waits for the others' notice, in slices, so that the thread ends with the watch.
     fn listen(&self) {
         while !self.is_closed() {
-            match self.store.wait(&[&self.key("news")], deadline_in(SLICE)) {
+            match self.store.wait(&[&self.key("failure")], deadline_in(SLICE)) {
                 // None: this rank's own.
                 Ok(()) => {
                     return self
@@ -295,7 +295,7 @@ impl Notices {
                 }
                 Err(e) if e.kind() == ErrorKind::Timeout => {}
                 Err(error) => {
-                    tracing::warn!(rank = self.rank, %error, "no news of other ranks: the store does not answer");
+                    tracing::warn!(rank = self.rank, %error, "nothing is known of other ranks: the store does not answer");
                     std::thread::sleep(SLICE);
                 }
             }
@@ -303,12 +303,12 @@ impl Notices {
     }
 
     /// What another rank posted, as this rank's error. A store that does not answer is an error of its own.
-    fn notice(&self, patience: Duration) -> Result<Option<Error>> {
-        let key = self.key("news");
-        if !self.store.check(&[&key], deadline_in(patience))? {
+    fn notice(&self, limit: Duration) -> Result<Option<Error>> {
+        let key = self.key("failure");
+        if !self.store.check(&[&key], deadline_in(limit))? {
             return Ok(None);
         }
-        let notice = self.store.get(&key, deadline_in(patience))?;
+        let notice = self.store.get(&key, deadline_in(limit))?;
         let (origin, told): (u32, Error) = decode(notice.get(4..).unwrap_or_default())?;
         if origin == self.rank {
             return Ok(None);
@@ -345,8 +345,8 @@ impl Notices {
     /// A rank is lost, as the child says: why, if a rank has said so. A rank that ends its child says it before, so that one answer of the
     /// store is enough; one that is gone, or does not answer in time, leaves a loss.
     fn ask(&self) {
-        for patience in [GONE, SILENT] {
-            match self.notice(patience) {
+        for limit in [GONE, SILENT] {
+            match self.notice(limit) {
                 Ok(told) => {
                     told.into_iter().for_each(|error| self.failed(error));
                     break;
@@ -429,14 +429,14 @@ impl Notices {
 
     /// What the store has of a rank whose child has ended. What a rank said before its process ended is there, so that this needs no luck:
     /// the thread that waits for notices may not have had its turn.
-    fn last_word(&self, rank: u32, patience: Duration) -> Word {
+    fn last_word(&self, rank: u32, limit: Duration) -> Word {
         let left = self.key(&format!("{rank}/left"));
         let answer = self
             .store
-            .check(&[&left], deadline_in(patience))
+            .check(&[&left], deadline_in(limit))
             .and_then(|left| match left {
                 true => Ok(Word::Left),
-                false => Ok(self.notice(patience)?.map_or(Word::None, Word::Failed)),
+                false => Ok(self.notice(limit)?.map_or(Word::None, Word::Failed)),
             });
         match answer {
             Ok(word) => word,

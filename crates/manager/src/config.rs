@@ -78,7 +78,7 @@ impl FromStr for HealOver {
 /// ```
 #[derive(Clone)]
 pub struct ManagerConfig {
-    /// The replica's name, the same in each of its lives; the id is `name:random`.
+    /// The replica's name, the same in each of its incarnations; the id is `name:random`.
     pub name: String,
     /// The lighthouse's URL, or those of all lighthouses that share the job, separated by commas; needed on group rank 0.
     pub lighthouse: Option<String>,

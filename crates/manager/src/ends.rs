@@ -1,6 +1,6 @@
 //! Epochs that are over, as the lighthouse says: what the group has in hand may finish first.
 //!
-//! The news of a death travels over the lighthouse, and often overtakes data that the dead replica had sent: its last step may be
+//! The notice of a death travels over the lighthouse, and often overtakes data that the dead replica had sent: its last step may be
 //! whole. So a reduction in hand gets [`GRACE`] to end by itself, in whatever way, before the group is aborted; a group that has
 //! nothing in hand is left alone, because its abort would end what the other members have in hand. The next quorum is a new epoch.
 
@@ -26,7 +26,7 @@ pub(crate) struct Ends {
     group: Arc<dyn ProcessGroup>,
     /// What this rank proves to the members' stores.
     credentials: Option<Arc<Credentials>>,
-    /// The epoch that the news is compared with.
+    /// The epoch that the notice is compared with.
     live: AtomicI64,
     /// Which epochs were ended from elsewhere, and why.
     over: Mutex<protocol::ends::Ends>,
@@ -75,7 +75,7 @@ impl Ends {
         }
     }
 
-    /// The lighthouse's news. Does not block.
+    /// The lighthouse's notice. Does not block.
     pub(crate) fn hear(self: &Arc<Self>, event: PushEvent) {
         let PushEvent::AbortEpoch {
             quorum_id,
@@ -238,7 +238,7 @@ mod tests {
         ends.hear(over(6));
         assert!(
             !is_aborted_by(&group, deadline_in(GRACE * 2)),
-            "an earlier epoch is no news"
+            "an earlier epoch is no notice"
         );
         ends.hear(over(7));
         assert!(is_aborted_by(&group, deadline_in(LONG)));

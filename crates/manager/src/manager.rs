@@ -285,7 +285,7 @@ impl Manager {
         })
     }
 
-    /// This life's id: `name:random`.
+    /// This incarnation's id: `name:random`.
     pub fn replica_id(&self) -> &str {
         &self.replica_id
     }

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use ftcore::{Error, Result, host_address, split_url};
 
-/// 128 random bits: two lives of one name never share an id.
+/// 128 random bits: two incarnations of one name never share an id.
 pub(crate) fn random_id() -> Result<String> {
     use std::fmt::Write as _;
     let mut bytes = [0u8; 16];

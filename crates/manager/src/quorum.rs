@@ -21,7 +21,7 @@ use crate::ends::{Ends, NO_EPOCH};
 use crate::heal::replica;
 use crate::observed::Observed;
 
-/// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
+/// For so long nothing listens where rank 0 of this replica did: it will not again, since its next incarnation listens elsewhere.
 pub(crate) const GONE: Duration = Duration::from_secs(1);
 
 /// How much longer than its deadline a search may take to end.

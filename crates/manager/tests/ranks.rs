@@ -27,7 +27,7 @@ const RANK: &str = "OXCCL_TEST_RANK";
 /// The step before which a process stands still, if it is to.
 const PAUSE: i64 = 3;
 /// For what is not measured.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 fn lighthouse() -> LighthouseServer {
     LighthouseServer::start(LighthouseConfig {
@@ -42,7 +42,7 @@ fn lighthouse() -> LighthouseServer {
 }
 
 fn soon() -> Instant {
-    deadline_in(PATIENCE)
+    deadline_in(TIME_LIMIT)
 }
 
 struct Number(f32);
@@ -392,14 +392,14 @@ fn a_replica_that_healed_into_a_lost_step_does_not_weigh_in() {
         // The attempt is lost only once c has healed in it: an epoch that ends before that leaves c where it was.
         let until_healed = move |p: &Participation| {
             if p.members.len() == 3 && members_before.replace(3) < 3 {
-                has_healed.recv_timeout(PATIENCE).unwrap();
+                has_healed.recv_timeout(TIME_LIMIT).unwrap();
             } else if p.step > 2 {
                 let _ = running.send(());
             }
         };
         let a = scope.spawn(move || attempts("a", url, 2.0, true, until_healed));
         let b = scope.spawn(move || attempts("b", url, 4.0, false, |_| ()));
-        late.recv_timeout(PATIENCE).unwrap();
+        late.recv_timeout(TIME_LIMIT).unwrap();
         let c = attempts("c", url, 99.0, false, |p| {
             if p.healed.is_some() {
                 let _ = healed.send(());

@@ -551,7 +551,7 @@ impl State for Slow {
 }
 
 /// A first step with a replica that dies in its first quorum, once there is something in `dies`: no replica may wait for it until the deadline.
-/// `told`: of aborts. `before`: what happens between the manager's look for news and the group's own beginning.
+/// `told`: of aborts. `before`: what happens between the manager's look for notice and the group's own beginning.
 fn step_with_one_that_dies(
     dies: Receiver<()>,
     state: &mut dyn State,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ftcore::registry::BackendFactory;
 use ftcore::{
     Configuration, Device, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Result, SubmitOptions, Tensor, deadline_in,
+    ReduceOp, Result, Tensor, deadline_in,
 };
 
 const CALLS: u32 = 5_000;

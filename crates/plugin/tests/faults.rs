@@ -170,9 +170,9 @@ fn survived(fault: &'static Fault) {
                 sums(&group);
                 let child = group.child_pid().unwrap();
                 // A hanging one is found out by the deadline, everything else by its end.
-                let patience = if fault.how == "hang" && victim { 1 } else { 60 };
+                let limit = if fault.how == "hang" && victim { 1 } else { 60 };
                 let began = Instant::now();
-                let work = submit(&group, 2, deadline_in(Duration::from_secs(patience))).unwrap();
+                let work = submit(&group, 2, deadline_in(Duration::from_secs(limit))).unwrap();
                 let e = work.wait(soon()).unwrap_err();
                 assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
                 if victim {
@@ -183,7 +183,7 @@ fn survived(fault: &'static Fault) {
                         group.abort("the plugin panicked");
                     }
                 } else {
-                    // Poisoned: the news came between the first tensor and the second.
+                    // Poisoned: the notice came between the first tensor and the second.
                     assert!(
                         matches!(
                             e.kind(),

@@ -264,7 +264,7 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
     }
 
     /// The part of the replica of that id. Errors: `NotFound` if it is neither a member nor a spare.
-    fn find(&self, replica_id: &str) -> Result<Seat> {
+    fn find(&self, replica_id: &str) -> Result<Position> {
         let id = |&i: &usize| {
             self.quorum
                 .participants
@@ -272,10 +272,10 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
                 .map_or("", |m| m.replica_id.as_str())
         };
         if let Ok(place) = self.order.binary_search_by(|i| id(i).cmp(replica_id)) {
-            return Ok(Seat::Member(place));
+            return Ok(Position::Member(place));
         }
         let spare = self.quorum.spares.iter().position(|m| m.replica_id == replica_id);
-        spare.map(Seat::Spare).ok_or_else(|| {
+        spare.map(Position::Spare).ok_or_else(|| {
             let text = format!(
                 "replica {replica_id} is not in quorum {} of {}",
                 self.quorum.quorum_id,
@@ -294,28 +294,28 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
 
     /// The same for the replica whose call was the `nth` of [`Action::Deliver`](crate::quorum::Action::Deliver): members first, in order, then spares.
     pub fn part_of_call(&self, nth: usize, group_rank: u32) -> Result<QuorumResult> {
-        let seat = match nth.checked_sub(self.order.len()) {
-            None => Seat::Member(nth),
-            Some(spare) => Seat::Spare(spare),
+        let position = match nth.checked_sub(self.order.len()) {
+            None => Position::Member(nth),
+            Some(spare) => Position::Spare(spare),
         };
-        self.part_of(seat, group_rank)
+        self.part_of(position, group_rank)
     }
 
-    fn part_of(&self, seat: Seat, group_rank: u32) -> Result<QuorumResult> {
+    fn part_of(&self, position: Position, group_rank: u32) -> Result<QuorumResult> {
         let (shape, shared) = (&self.shape, &self.shared);
         let spread = usize::try_from(group_rank).unwrap_or(0);
         // Ranks of one replica must agree at the start: a rank-dependent source could mix two initialisations (L11).
         let offset = if shape.initial { 0 } else { spread };
         let primary = shape.up_to_date.get(offset % shape.up_to_date.len().max(1));
         let primary = primary.and_then(|&i| self.member(i));
-        let (own, place) = match seat {
-            Seat::Member(own) => (own, shape.places.get(own).copied().unwrap_or_default()),
-            Seat::Spare(_) => (0, Place::default()),
+        let (own, place) = match position {
+            Position::Member(own) => (own, shape.places.get(own).copied().unwrap_or_default()),
+            Position::Spare(_) => (0, Place::default()),
         };
         let mut result = QuorumResult {
             quorum_id: self.quorum.quorum_id,
             replica_rank: rank(own)?,
-            spare: matches!(seat, Seat::Spare(_)),
+            spare: matches!(position, Position::Spare(_)),
             keeps_snapshot: shape.fetching,
             replica_world_size: rank(self.order.len())?,
             store_address: primary.map(|m| m.store_address.clone()).unwrap_or_default(),
@@ -330,9 +330,9 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
             ..QuorumResult::default()
         };
         let (number, count) = (shape.sources.len().min(MAX_SOURCES), shape.sources.len().max(1));
-        let fetches = match seat {
-            Seat::Member(_) => place.behind,
-            Seat::Spare(nth) => Some(shape.behind.len() + nth),
+        let fetches = match position {
+            Position::Member(_) => place.behind,
+            Position::Spare(nth) => Some(shape.behind.len() + nth),
         };
         if let Some(k) = fetches {
             for (place, m) in self.sources(k) {
@@ -405,7 +405,7 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
 
 /// A replica of a quorum.
 #[derive(Debug, Clone, Copy)]
-enum Seat {
+enum Position {
     /// In order of the ids.
     Member(usize),
     /// In order of the quorum's list.

@@ -1,6 +1,6 @@
 //! Epochs that are over, as the lighthouse says: what a rank's group has in hand may finish first.
 //!
-//! The news of a death travels over the lighthouse, and often overtakes data that the dead replica had sent: its last step may be whole. So a reduction
+//! The notice of a death travels over the lighthouse, and often overtakes data that the dead replica had sent: its last step may be whole. So a reduction
 //! in hand gets [`GRACE`] to end by itself, in whatever way, before the group is aborted; a group that has nothing in hand is left alone, because its
 //! abort would end what the other members have in hand. The next quorum is a new epoch.
 
@@ -17,7 +17,7 @@ pub struct Ends {
 }
 
 impl Ends {
-    /// The epoch is over. Kept although the rank is in another one: the news may overtake the answer that names the epoch.
+    /// The epoch is over. Kept although the rank is in another one: the notice may overtake the answer that names the epoch.
     pub fn hear(&mut self, epoch: i64, why: String) {
         // Of several reasons for one epoch the last tells most: who is gone, after who said so.
         if self.newest.as_ref().is_none_or(|(newest, _)| *newest <= epoch) {
@@ -31,7 +31,7 @@ impl Ends {
         Some(why)
     }
 
-    /// To be asked with each news and with each reduction that begins: after which time the group of `live` is aborted, if its reductions
+    /// To be asked with each notice and with each reduction that begins: after which time the group of `live` is aborted, if its reductions
     /// have not ended by then. `None`: it is left alone.
     pub fn settle(&self, live: i64, is_in_hand: bool) -> Option<Duration> {
         self.why_over(live).filter(|_| is_in_hand).map(|_| GRACE)
@@ -47,7 +47,7 @@ mod tests {
         let mut ends = Ends::default();
         assert_eq!(ends.settle(7, true), None);
         ends.hear(6, "a is gone".into());
-        assert_eq!(ends.settle(7, true), None, "an earlier epoch is no news");
+        assert_eq!(ends.settle(7, true), None, "an earlier epoch is no notice");
         ends.hear(7, "b is gone".into());
         assert_eq!(ends.settle(7, true), Some(GRACE));
         assert_eq!(ends.settle(7, false), None);

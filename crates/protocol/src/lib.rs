@@ -9,7 +9,7 @@
 //! - [`assignment`]: what a rank does in a quorum, who heals from whom, and who contributes.
 //! - [`rank`]: a rank's way through a step.
 //! - [`replica`]: the manager server. Gathering, votes, and whether all ranks of the replica are there.
-//! - [`ends`]: what a rank does with the news that its epoch is over.
+//! - [`ends`]: what a rank does with the notice that its epoch is over.
 //! - [`source`]: which source the ranks of one replica heal from.
 //! - [`training`]: what data parallel and DiLoCo do around the attempts of their rank.
 //! - [`Lineage`]: the history that led to a state.

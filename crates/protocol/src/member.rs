@@ -7,7 +7,7 @@ pub const MAX_ID_BYTES: usize = 256;
 /// A replica that asks for a quorum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Member {
-    /// Unique per life: `name:uuid`, or any other text that differs between replicas.
+    /// Unique per incarnation: `name:uuid`, or any other text that differs between replicas.
     pub replica_id: String,
     /// The URL of its manager server.
     pub address: String,
@@ -34,7 +34,7 @@ pub struct Member {
     /// How many batches led to its state, over all replicas that contributed; 0 if not told.
     pub batches_committed: i64,
     /// Tells two processes apart that come under the same `replica_id`; empty if not told.
-    pub life: String,
+    pub incarnation: String,
     /// What it does if it is far behind.
     pub joining: Joining,
     /// Its run ends with the step of this quorum: a replica that is behind has no later one to join.
@@ -112,10 +112,10 @@ pub(crate) fn listed<'a>(ids: impl IntoIterator<Item = &'a str>) -> String {
     text
 }
 
-/// The news that an epoch is over. Every rank in it aborts what is pending and asks for the next quorum.
+/// The notice that an epoch is over. Every rank in it aborts what is pending and asks for the next quorum.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbortEpoch {
-    /// The epoch that is over; a receiver in another one ignores the news.
+    /// The epoch that is over; a receiver in another one ignores the notice.
     pub quorum_id: i64,
     /// Why, naming who reported it or who is gone.
     pub reason: String,

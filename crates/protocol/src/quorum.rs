@@ -2,7 +2,7 @@
 //!
 //! [`LighthouseState::apply`] takes one [`Event`] and the present time and gives back [`Action`]s; the same events give
 //! the same actions. A replica takes part only through a live call (its ticket), counts as healthy only while there is
-//! evidence of its life, and no path, fast ones included, forms a quorum below `min_replicas` or without a strict
+//! evidence of its incarnation, and no path, fast ones included, forms a quorum below `min_replicas` or without a strict
 //! majority of the healthy (INV-7).
 //!
 //! **How long a quorum waits for late replicas.** It forms at once when every healthy replica asks, or when every
@@ -55,7 +55,7 @@ pub use recent::{Departure, Fate};
 pub use record::{Eviction, Record};
 pub use timeline::{Happening, Listed, Moment, Totals};
 
-/// How many replaced lives are remembered, so that a late call of one cannot displace its successor.
+/// How many replaced incarnations are remembered, so that a late call of one cannot displace its successor.
 const MAX_REPLACED: usize = 1024;
 /// Texts of peers that are kept or passed on are cut to this many bytes.
 const MAX_REASON_BYTES: usize = 1024;
@@ -73,7 +73,7 @@ pub struct LighthouseState {
     /// The abort of the present epoch, for members that reattach after the push.
     aborted: Option<AbortEpoch>,
     roster: Roster,
-    /// The recorded epoch: the present one, or that of before a restart.
+    /// The recorded epoch: the present one, or the one before a restart.
     job: Option<Job>,
     accept_rollback: bool,
     /// Departures since the record was saved last.
@@ -88,7 +88,7 @@ pub struct LighthouseState {
     able_since: Option<Instant>,
     /// Streams that were open while the lighthouse was away. Their other ends may have given them up meanwhile: until then their end is no
     /// evidence, and the heartbeats decide.
-    doubted: Option<(Instant, BTreeSet<u64>)>,
+    discounted: Option<(Instant, BTreeSet<u64>)>,
     replaced: Replaced,
     evicted: operator::Evicted,
     /// Ids with connections that can be read to the end; and those of them whose time-out has come since the server asked last.
@@ -156,7 +156,7 @@ impl LighthouseState {
             first_asked: None,
             told: None,
             able_since: None,
-            doubted: None,
+            discounted: None,
             replaced: Replaced::default(),
             evicted: operator::Evicted::of(record.map(|r| r.evicted).unwrap_or_default()),
             connected: BTreeSet::new(),
@@ -292,7 +292,7 @@ impl LighthouseState {
         let out = |id: &str| {
             !self
                 .roster
-                .lives(id)
+                .incarnations(id)
                 .iter()
                 .any(|other| other.as_ref() != id && self.is_known(other))
         };
@@ -385,7 +385,7 @@ impl LighthouseState {
         }
     }
 
-    /// Ends the present epoch, or that of before a restart.
+    /// Ends the present epoch, or the one before a restart.
     fn abort(&mut self, reason: &str, departed: Option<&str>, actions: &mut Vec<Action>) {
         let present = self.previous.as_ref().map(|quorum| quorum.quorum_id);
         let Some(quorum_id) = present.or(self.job.as_ref().map(|job| job.epoch)) else {
@@ -430,13 +430,13 @@ impl LighthouseState {
         }
         let until = now.checked_add(self.rules.heartbeat_timeout).unwrap_or(now);
         let streams = self.roster.iter().filter_map(|(_, e)| e.stream);
-        self.doubted = Some((until, streams.collect()));
+        self.discounted = Some((until, streams.collect()));
     }
 
-    /// True for a stream of before the lighthouse was away, for as long as a heartbeat may take.
+    /// True for a stream from before the lighthouse was away, for as long as a heartbeat may take.
     fn is_doubted(&self, stream: u64, now: Instant) -> bool {
-        let doubted = self.doubted.as_ref().filter(|(until, _)| now < *until);
-        doubted.is_some_and(|(_, streams)| streams.contains(&stream))
+        let discounted = self.discounted.as_ref().filter(|(until, _)| now < *until);
+        discounted.is_some_and(|(_, streams)| streams.contains(&stream))
     }
 
     /// Whether `id` calls over connections that the server can read to the end. If so, its silence is judged only once that was done
@@ -495,6 +495,6 @@ mod joins;
 #[cfg(test)]
 mod oracle;
 #[cfg(test)]
-mod random_lives;
+mod random_runs;
 #[cfg(test)]
 mod tests;

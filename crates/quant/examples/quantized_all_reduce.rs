@@ -16,7 +16,7 @@ use ftcore::{
 use oxccl_quant::{CodecChoice, QuantizedGroup};
 
 const REPETITIONS: usize = 5;
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIME_LIMIT: Duration = Duration::from_secs(300);
 
 fn group(format: &str, options: GroupOptions) -> Result<Arc<dyn ProcessGroup>> {
     let gloo: Arc<dyn ProcessGroup> = Arc::new(GlooGroup::new(format, options)?);
@@ -24,14 +24,14 @@ fn group(format: &str, options: GroupOptions) -> Result<Arc<dyn ProcessGroup>> {
         return Ok(gloo);
     }
     let codec: CodecChoice = format.parse()?;
-    Ok(Arc::new(QuantizedGroup::new(gloo, codec, PATIENCE)?))
+    Ok(Arc::new(QuantizedGroup::new(gloo, codec, TIME_LIMIT)?))
 }
 
 /// (median seconds of the slowest rank, bytes sent per all-reduce).
 fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>) -> Result<(f64, u64)> {
     let (rank, world_size) = place;
     let mut options = GroupOptions {
-        timeout: PATIENCE,
+        timeout: TIME_LIMIT,
         ..GroupOptions::default()
     };
     // Which interface to use on machines with several.
@@ -44,7 +44,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
         epoch: Epoch(1),
         rank,
         world_size,
-        deadline: deadline_in(PATIENCE),
+        deadline: deadline_in(TIME_LIMIT),
         cancel: Default::default(),
     })?;
     let mut tensor = Tensor::from_vec(
@@ -58,7 +58,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
         store.barrier(
             &format!("all_reduce/{format}/{repetition}"),
             world_size,
-            deadline_in(PATIENCE),
+            deadline_in(TIME_LIMIT),
         )?;
         let before = group.traffic().sent;
         let begun = Instant::now();
@@ -67,17 +67,17 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
             op: ReduceOp::Avg,
         };
         let work = group
-            .run(op, SubmitOptions::by(deadline_in(PATIENCE)))
+            .run(op, SubmitOptions::by(deadline_in(TIME_LIMIT)))
             .map_err(Error::from)?;
         tensor = work.take_tensor()?;
         let took = begun.elapsed().as_secs_f64();
         sent = group.traffic().sent - before;
         // The slowest counts; doubles go through the store as they are too few for anything else.
         let key = |rank: u32| format!("all_reduce/{format}/{repetition}/took/{rank}");
-        store.set(&key(rank), &took.to_le_bytes(), deadline_in(PATIENCE))?;
+        store.set(&key(rank), &took.to_le_bytes(), deadline_in(TIME_LIMIT))?;
         let mut slowest = took;
         for peer in 0..world_size {
-            let bytes = store.get(&key(peer), deadline_in(PATIENCE))?;
+            let bytes = store.get(&key(peer), deadline_in(TIME_LIMIT))?;
             if let Some(bytes) = bytes.first_chunk() {
                 slowest = slowest.max(f64::from_le_bytes(*bytes));
             }
@@ -87,7 +87,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
             times.push(slowest);
         }
     }
-    group.shutdown(deadline_in(PATIENCE))?;
+    group.shutdown(deadline_in(TIME_LIMIT))?;
     times.sort_by(f64::total_cmp);
     Ok((times.get(REPETITIONS / 2).copied().unwrap_or(f64::NAN), sent))
 }
@@ -109,7 +109,7 @@ fn run(arguments: &[String]) -> Result<()> {
     } else {
         None
     };
-    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(PATIENCE))?);
+    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(TIME_LIMIT))?);
     let mut plain = None;
     if place.0 == 0 {
         println!(
@@ -134,10 +134,10 @@ fn run(arguments: &[String]) -> Result<()> {
     }
     // The server goes last.
     let done = |rank: u32| format!("all_reduce/done/{rank}");
-    store.set(&done(place.0), b"", deadline_in(PATIENCE))?;
+    store.set(&done(place.0), b"", deadline_in(TIME_LIMIT))?;
     if let Some(server) = server {
         for rank in 0..place.1 {
-            store.wait(&[&done(rank)], deadline_in(PATIENCE))?;
+            store.wait(&[&done(rank)], deadline_in(TIME_LIMIT))?;
         }
         drop(server);
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::{Label, Place};
-use ftcore::lifecycle::{Engine as _, Lifecycle, part_from};
+use ftcore::lifecycle::{Engine as _, Lifecycle, leave_at_exit};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, DeviceKind, Error,
     ErrorKind, Failed, Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result,
@@ -495,6 +495,6 @@ impl Drop for QuantizedGroup {
     fn drop(&mut self) {
         // The engine's threads may be the last to let go of the group below, which has its leave to send.
         let gone = self.gone.get_mut().unwrap_or_else(PoisonError::into_inner);
-        gone.take().into_iter().for_each(part_from);
+        gone.take().into_iter().for_each(leave_at_exit);
     }
 }

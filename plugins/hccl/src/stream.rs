@@ -14,9 +14,9 @@ const SLOWEST_POLL: Duration = Duration::from_micros(500);
 
 /// Pauses that grow from a yield to [`SLOWEST_POLL`]: quick answers cost no sleep, long waits no core.
 #[derive(Default)]
-pub(crate) struct Patience(u32);
+pub(crate) struct Backoff(u32);
 
-impl Patience {
+impl Backoff {
     /// Pauses once.
     pub(crate) fn pause(&mut self) {
         self.0 = self.0.saturating_add(1);
@@ -33,12 +33,12 @@ pub(crate) fn wait_until(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
 ) -> Result<()> {
-    let mut patience = Patience::default();
+    let mut backoff = Backoff::default();
     while !done()? {
         if Instant::now() >= deadline {
             return Err(Error::timeout(format!("{what} on {DEVICE} was not reached")));
         }
-        patience.pause();
+        backoff.pause();
     }
     Ok(())
 }

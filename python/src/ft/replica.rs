@@ -286,7 +286,7 @@ impl PyReplica {
         })
     }
 
-    /// This life's id: the name and a random part.
+    /// This incarnation's id: the name and a random part.
     #[getter]
     fn replica_id(&self) -> &str {
         &self.replica_id
@@ -446,7 +446,7 @@ impl PyReplica {
         }
     }
 
-    /// Leaves in good order, so that nobody waits for this replica. A second call does nothing.
+    /// Leaves in good order, so that no other waits for this replica. A second call does nothing.
     fn leave(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         self.at_home(py)?;
         let deadline = options::deadline(timeout).or_raise(py)?;

@@ -77,7 +77,7 @@ pub(crate) fn run<T: Send + 'static>(
         .name("ox-py-replica".into())
         .spawn(move || {
             let done = call(&mut Asking(say.clone()));
-            // Nobody may listen any more.
+            // The receiver may be gone.
             drop(say.send(Said::Done(done)));
         });
     started.map_err(|e| errors::raise(py, &Error::io("cannot start a thread", e)))?;

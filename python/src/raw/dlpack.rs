@@ -51,9 +51,9 @@ const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 
 /// A tensor that was taken over from a capsule.
 pub(crate) enum Managed {
-    #[allow(private_interfaces, reason = "nobody else looks inside")]
+    #[allow(private_interfaces, reason = "no other module looks inside")]
     Plain(NonNull<Plain>),
-    #[allow(private_interfaces, reason = "nobody else looks inside")]
+    #[allow(private_interfaces, reason = "no other module looks inside")]
     Versioned(NonNull<Versioned>),
 }
 

@@ -18,7 +18,7 @@ pub(crate) fn foreign_tensor(
     device: Device,
     holder: holder::Holder,
 ) -> Result<Tensor> {
-    // SAFETY: the lender's promise: that many elements, valid while the holder lives. That nobody else writes meanwhile is the user's to keep,
+    // SAFETY: the lender's promise: that many elements, valid while the holder lives. That nothing else writes meanwhile is the user's to keep,
     // as with every other asynchronous operation on such memory; what is read then is undefined numbers, never other memory.
     unsafe { Tensor::from_raw(address, dtype, &[count], None, device, Box::new(holder)) }
 }

@@ -25,7 +25,7 @@ use ftcore::{
 use oxccl_tests::monotonic_ns;
 
 /// How long anything else than a call may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIME_LIMIT: Duration = Duration::from_secs(30);
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
@@ -140,7 +140,7 @@ fn make(
     (kind, root): (u64, u32),
     count: usize,
     (rank, world): (u32, u32),
-    patience: Duration,
+    limit: Duration,
     called: &mut Called,
 ) -> Result<bool> {
     let (op, expected) = call_of((kind, root), count, rank, world);
@@ -149,7 +149,7 @@ fn make(
         at: monotonic_ns(),
     };
     let work = group
-        .run(op, SubmitOptions::by(deadline_in(patience)))
+        .run(op, SubmitOptions::by(deadline_in(limit)))
         .map_err(Error::from)?;
     let Some(result) = work.take()?.tensors.pop() else {
         return Ok(kind == 5);
@@ -213,7 +213,7 @@ fn live(
     seed: u64,
     epoch: u64,
     (rank, world): (u32, u32),
-    patience: Duration,
+    limit: Duration,
     called: &mut Called,
 ) -> Result<()> {
     let start = Instant::now();
@@ -224,14 +224,14 @@ fn live(
         epoch: Epoch(epoch),
         rank,
         world_size: world,
-        deadline: deadline_in(PATIENCE),
+        deadline: deadline_in(TIME_LIMIT),
         cancel: Default::default(),
     })?;
     say(&format!("joined {epoch} {}", start.elapsed().as_micros()));
     for call in 0.. {
         let count = elements(seed, epoch, call);
         let kind = kind(seed, epoch, call, world);
-        if !make(group, kind, count, (rank, world), patience, called)? {
+        if !make(group, kind, count, (rank, world), limit, called)? {
             say(&format!(
                 "wrong result of call {call} of epoch {epoch}, kind {kind:?}, {count} elements"
             ));
@@ -287,7 +287,7 @@ fn main() {
         std::process::exit(2);
     };
     let seed: u64 = seed.parse().unwrap();
-    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(PATIENCE)).unwrap());
+    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(TIME_LIMIT)).unwrap());
     let group = Arc::new(GlooGroup::new("incarnation", GroupOptions::default()).unwrap());
     let (tell, orders) = channel();
     let store_address = address.clone();
@@ -313,14 +313,14 @@ fn main() {
         .unwrap();
     let beginning = left();
     while let Ok(order) = orders.recv() {
-        let [epoch, rank, world, patience] = order.as_slice() else {
+        let [epoch, rank, world, limit] = order.as_slice() else {
             eprintln!("gloo_worker: join needs four numbers");
             continue;
         };
         let mut called = Called::default();
         let place = (*rank as u32, *world as u32);
-        let patience = Duration::from_millis(*patience);
-        if let Err(e) = live(&group, &store, seed, *epoch, place, patience, &mut called) {
+        let limit = Duration::from_millis(*limit);
+        if let Err(e) = live(&group, &store, seed, *epoch, place, limit, &mut called) {
             say(&format!(
                 "failed {epoch} {} {} {} {:?} {e}",
                 monotonic_ns(),

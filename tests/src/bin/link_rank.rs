@@ -27,9 +27,9 @@ const STORE_PORT: u16 = 29_500;
 const RAW_PORT: u16 = 29_501;
 const WARM_UP: usize = 2;
 /// For everything: a link that does not carry at all must end the test.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-struct Seat {
+struct Setup {
     rank: u32,
     world: u32,
     first: String,
@@ -44,21 +44,21 @@ fn value(rank: u32, i: usize) -> f32 {
     (i % 1013) as f32 + rank as f32
 }
 
-fn all_reduce(seat: &Seat) -> Result<()> {
-    let deadline = deadline_in(PATIENCE);
-    let server = match seat.rank {
-        0 => Some(TcpStoreServer::bind(&format!("{}:{STORE_PORT}", seat.own))?),
+fn all_reduce(setup: &Setup) -> Result<()> {
+    let deadline = deadline_in(TIME_LIMIT);
+    let server = match setup.rank {
+        0 => Some(TcpStoreServer::bind(&format!("{}:{STORE_PORT}", setup.own))?),
         _ => None,
     };
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(
-        &format!("{}:{STORE_PORT}", seat.first),
+        &format!("{}:{STORE_PORT}", setup.first),
         deadline,
     )?);
-    let hints = [("connections".to_string(), seat.connections.clone())];
+    let hints = [("connections".to_string(), setup.connections.clone())];
     let options = GroupOptions {
         hints: hints.into(),
-        net_name: Some(seat.own.clone()),
-        timeout: PATIENCE,
+        net_name: Some(setup.own.clone()),
+        timeout: TIME_LIMIT,
         ..Default::default()
     };
     let group = GlooGroup::new("link", options)?;
@@ -67,17 +67,17 @@ fn all_reduce(seat: &Seat) -> Result<()> {
         prefix: "link".to_string(),
         name: "link".to_string(),
         epoch: Epoch(1),
-        rank: seat.rank,
-        world_size: seat.world,
+        rank: setup.rank,
+        world_size: setup.world,
         deadline,
         cancel: Default::default(),
     })?;
-    let count = seat.bytes / 4;
+    let count = setup.bytes / 4;
     let mut tensor = Tensor::from_vec(vec![0f32; count]);
-    for call in 0..WARM_UP + seat.calls {
+    for call in 0..WARM_UP + setup.calls {
         let mut data = tensor.into_vec::<f32>().unwrap();
         for (i, x) in data.iter_mut().enumerate() {
-            *x = value(seat.rank, i);
+            *x = value(setup.rank, i);
         }
         let op = Collective::AllReduce {
             tensors: vec![Tensor::from_vec(data)],
@@ -90,7 +90,7 @@ fn all_reduce(seat: &Seat) -> Result<()> {
             .take()?
             .into_tensor()?;
         let time = start.elapsed();
-        let ranks = seat.world as f32;
+        let ranks = setup.world as f32;
         let others = ranks * (ranks - 1.0) / 2.0;
         let wrong = tensor
             .as_slice::<f32>()?
@@ -111,7 +111,7 @@ fn all_reduce(seat: &Seat) -> Result<()> {
 
 /// A connection to an address with a listener soon.
 fn reach(host: &str) -> std::io::Result<TcpStream> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIME_LIMIT;
     loop {
         match TcpStream::connect((host, RAW_PORT)) {
             Ok(stream) => return Ok(stream),
@@ -122,29 +122,29 @@ fn reach(host: &str) -> std::io::Result<TcpStream> {
 }
 
 /// Sends the bytes of an all-reduce over a ring to the next rank and receives them from the one before, at the same time.
-fn raw(seat: &Seat) -> std::io::Result<()> {
-    let next = (seat.rank + 1) % seat.world;
+fn raw(setup: &Setup) -> std::io::Result<()> {
+    let next = (setup.rank + 1) % setup.world;
     // The hosts of a network are numbered from the first one's address on.
-    let (subnet, first) = seat.first.rsplit_once('.').expect("an IPv4 address");
+    let (subnet, first) = setup.first.rsplit_once('.').expect("an IPv4 address");
     let first: u32 = first.parse().expect("an IPv4 address");
     let address = format!("{subnet}.{}", first + next);
-    let (to_next, mut from_previous) = if seat.world > 2 {
-        let listener = TcpListener::bind((seat.own.as_str(), RAW_PORT))?;
+    let (to_next, mut from_previous) = if setup.world > 2 {
+        let listener = TcpListener::bind((setup.own.as_str(), RAW_PORT))?;
         let to_next = reach(&address)?;
         (to_next, listener.accept()?.0)
     } else {
-        let stream = match seat.rank {
-            0 => TcpListener::bind((seat.own.as_str(), RAW_PORT))?.accept()?.0,
+        let stream = match setup.rank {
+            0 => TcpListener::bind((setup.own.as_str(), RAW_PORT))?.accept()?.0,
             _ => reach(&address)?,
         };
         (stream.try_clone()?, stream)
     };
-    from_previous.set_read_timeout(Some(PATIENCE))?;
-    to_next.set_write_timeout(Some(PATIENCE))?;
-    let bytes = seat.bytes / seat.world as usize * (seat.world as usize - 1) * 2;
+    from_previous.set_read_timeout(Some(TIME_LIMIT))?;
+    to_next.set_write_timeout(Some(TIME_LIMIT))?;
+    let bytes = setup.bytes / setup.world as usize * (setup.world as usize - 1) * 2;
     // Written, so that no page is still missing.
     let (sent, mut received) = (Arc::new(vec![1; bytes]), vec![2; bytes]);
-    for call in 0..WARM_UP + seat.calls {
+    for call in 0..WARM_UP + setup.calls {
         let (mut writer, data) = (to_next.try_clone()?, sent.clone());
         let start = Instant::now();
         let sender = std::thread::Builder::new()
@@ -164,7 +164,7 @@ fn main() {
     let [rank, world, first, own, bytes, calls, rest @ ..] = arguments.as_slice() else {
         panic!("usage: link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS [raw | connections=K]");
     };
-    let seat = Seat {
+    let setup = Setup {
         rank: rank.parse().unwrap(),
         world: world.parse().unwrap(),
         first: first.clone(),
@@ -178,8 +178,8 @@ fn main() {
             .to_string(),
     };
     if rest.first().is_some_and(|r| r == "raw") {
-        raw(&seat).unwrap_or_else(|e| panic!("rank {rank}: {e}"));
+        raw(&setup).unwrap_or_else(|e| panic!("rank {rank}: {e}"));
     } else {
-        all_reduce(&seat).unwrap_or_else(|e| panic!("rank {rank}: {e}"));
+        all_reduce(&setup).unwrap_or_else(|e| panic!("rank {rank}: {e}"));
     }
 }

@@ -22,7 +22,7 @@ const BLOCK: u32 = 500;
 /// How often a thread looks for the word before it lets others have its core: far longer than a hand-over between two cores takes.
 const LOOKS: u32 = 1 << 14;
 /// For so long it is measured at most.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIME_LIMIT: Duration = Duration::from_secs(10);
 
 /// The limit in microseconds for each size.
 pub(super) fn measure(ranks: usize, cores: usize, sizes: &[u64]) -> Result<BTreeMap<u64, f64>> {
@@ -80,7 +80,7 @@ fn copy_rate(threads: usize, bytes: usize) -> Result<f64> {
 /// time for. Where both threads share a core, or others have theirs, each hand-over may cost time slices.
 fn two_hand_overs() -> Result<f64> {
     let word = AtomicU32::new(0);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIME_LIMIT;
     // Waits for `value`; false at the deadline (the other thread may have failed to start).
     let wait = |value: u32| {
         let mut looks = 0u32;
@@ -121,7 +121,7 @@ fn two_hand_overs() -> Result<f64> {
         echo.join().map_err(|_| anyhow!("the echoing thread failed"))?;
         anyhow::ensure!(
             best < f64::MAX,
-            "the other core does not answer within {PATIENCE:?}"
+            "the other core does not answer within {TIME_LIMIT:?}"
         );
         Ok(best * 1e6)
     })

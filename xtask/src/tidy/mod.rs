@@ -83,18 +83,19 @@ pub(crate) fn check() -> Result<bool> {
         findings.extend(files::check(source));
         findings.extend(rules::check(source));
         findings.extend(programs::check_length(source));
-        findings.extend(words::check_source(source));
     }
-    for (path, text) in &documents {
-        findings.extend(words::check(path, text));
-        findings.extend(width::check(path, text));
-    }
+    findings.extend(words_of_the_tree(&metadata.workspace_root)?);
     let names = commands::Names::of(
         &metadata,
         matrix::ROWS.iter().map(|r| r.name).collect(),
         crate::grammar(),
     );
     let beside = readmes(&metadata.workspace_root)?;
+    let history = metadata.workspace_root.join("CHANGELOG.md");
+    let history = (relative(&metadata.workspace_root, &history), read(&history)?);
+    for (path, text) in documents.iter().chain(&beside).chain([&history]) {
+        findings.extend(width::check(path, text));
+    }
     for (path, text) in documents.iter().chain(&beside) {
         findings.extend(commands::check(path, text, &names, |path| {
             metadata.workspace_root.join(path).exists()
@@ -134,20 +135,30 @@ pub(crate) fn print_lessons() -> Result<bool> {
 
 /// Prints the words of sources and documentation for which there is another term. True if there are none.
 pub(crate) fn check_words() -> Result<bool> {
-    let metadata = Metadata::read()?;
-    let sources = read_sources(&metadata)?;
-    let documents = read_documents(&metadata.workspace_root)?;
-    let in_documents = documents.iter().flat_map(|(path, text)| words::check(path, text));
-    let findings: Vec<Finding> = sources
-        .iter()
-        .flat_map(words::check_source)
-        .chain(in_documents)
-        .collect();
+    let findings = words_of_the_tree(&Metadata::read()?.workspace_root)?;
     for finding in &findings {
         println!("{finding}");
     }
     println!("words: {} findings", findings.len());
     Ok(findings.is_empty())
+}
+
+/// Checks the words of every source, in whatever language, and of every document but the history.
+fn words_of_the_tree(root: &Path) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    for extension in ["rs", "py", "pyi", "c", "h", "html", "md"] {
+        let mut paths = Vec::new();
+        collect(root, extension, &mut paths)?;
+        for path in paths {
+            let (name, text) = (relative(root, &path), read(&path)?);
+            match extension {
+                "md" if name == "CHANGELOG.md" => {}
+                "md" => findings.extend(words::check(&name, &text)),
+                _ => findings.extend(words::check_source(&name, &text)),
+            }
+        }
+    }
+    Ok(findings)
 }
 
 /// Prints how many lines of source each crate has, plugins and crates with workspaces of their own among them.

@@ -7,6 +7,22 @@ use super::lexer::Source;
 pub(super) fn check(source: &Source) -> Vec<Finding> {
     let mut findings = check_unsafe(source);
     findings.extend(check_threads(source));
+    findings.extend(check_reasons(source));
+    findings
+}
+
+/// A `SAFETY` comment says why the block is sound here. The number of an invariant stands for no reason.
+fn check_reasons(source: &Source) -> Vec<Finding> {
+    let mut is_safety = false;
+    let mut findings = Vec::new();
+    for (number, line) in (1..).zip(source.text.lines()) {
+        let line = line.trim_start();
+        is_safety = line.starts_with("//") && (is_safety || line.starts_with("// SAFETY"));
+        if is_safety && line.contains("INV-") {
+            let text = "a SAFETY comment says the reason, not the number of an invariant";
+            findings.push(Finding::new(&source.path, number, "safety", text));
+        }
+    }
     findings
 }
 
@@ -46,8 +62,8 @@ fn may_be_unsafe(path: &str) -> bool {
         || krate.ends_with("-sys")
         || match krate {
             // dtype: the promise that a type is plain bytes, on which memory builds.
-            // parting: `atexit`.
-            "ftcore" => is("memory") || is("dtype") || is("parting") || is("forked"),
+            // exit: `atexit`.
+            "ftcore" => is("memory") || is("dtype") || is("exit") || is("forked"),
             "plugin" => true,
             "backend-gloo" => is("transport/shm") || is("shm") || is("raw"),
             "backend-xccl" => {
@@ -175,6 +191,15 @@ mod tests {
         );
         let test = "#[cfg(test)]\nmod tests {\n    fn f() { std::thread::spawn(|| ()); }\n}\n";
         assert!(lines("crates/ddp/src/a.rs", test).is_empty());
+    }
+
+    #[test]
+    fn a_safety_comment_gives_a_reason_and_no_number() {
+        let path = "crates/plugin/src/a.rs";
+        let text =
+            "// INV-8 holds.\n// SAFETY: the buffer is ours,\n// as INV-8 asks.\nunsafe { g() }\n// INV-8\n";
+        assert_eq!(lines(path, text), [("safety", 3)]);
+        assert!(lines(path, "// SAFETY: the buffer is ours.\nunsafe { g() }\n").is_empty());
     }
 
     #[test]

@@ -66,7 +66,7 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
     let mut gates = 0;
     for (index, row) in plan.rows()?.into_iter().enumerate() {
         let deadline = plan.row_deadline();
-        let mut seat = Seat {
+        let mut runner = Runner {
             plan,
             group,
             memory: memory.as_ref(),
@@ -75,8 +75,8 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
             deadline,
             gates,
         };
-        let times = seat.measure(row)?;
-        gates = seat.gates;
+        let times = runner.measure(row)?;
+        gates = runner.gates;
         let text = serde_json::to_vec(&times)
             .map_err(|e| Error::invalid(format!("write what rank {rank} measured: {e}")))?;
         // The limit is on the measured calls; a line that just made it is told.
@@ -120,7 +120,7 @@ impl Memory {
 }
 
 /// One rank in one line.
-struct Seat<'a> {
+struct Runner<'a> {
     plan: &'a Plan,
     group: &'a dyn ProcessGroup,
     /// The device's memory; host memory without.
@@ -132,7 +132,7 @@ struct Seat<'a> {
     gates: u64,
 }
 
-impl Seat<'_> {
+impl Runner<'_> {
     fn measure(&mut self, row: Row) -> Result<Times> {
         let mut wrong = 0;
         let mut tensors = self.tensors(row)?;

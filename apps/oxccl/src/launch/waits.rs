@@ -102,8 +102,8 @@ mod tests {
             let client = client.clone();
             std::thread::spawn(move || client.quorum(&alone, deadline_in(LONG)))
         };
-        let patience = deadline_in(LONG);
-        while client.status(patience).unwrap().waiting.is_empty() {
+        let until = deadline_in(LONG);
+        while client.status(until).unwrap().waiting.is_empty() {
             std::thread::yield_now();
         }
         let text = after_silence(&mut waits).unwrap();

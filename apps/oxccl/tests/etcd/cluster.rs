@@ -13,10 +13,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// Generous: only a hang reaches it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + TIME_LIMIT
 }
 
 /// Asks `done` again until it gives something.
@@ -26,7 +26,7 @@ pub(crate) fn wait_until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> 
         if let Some(found) = done() {
             return found;
         }
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {TIME_LIMIT:?}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

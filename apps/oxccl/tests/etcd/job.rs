@@ -11,7 +11,7 @@ use oxccl::checkpoint::StateDict;
 use oxccl::core::{GroupOptions, ReduceOp, Result, Tensor};
 use oxccl::manager::{Manager, ManagerConfig, Replica, State};
 
-use crate::cluster::{PATIENCE, soon};
+use crate::cluster::{TIME_LIMIT, soon};
 
 /// A step that has committed.
 #[derive(Debug, Clone, Copy)]
@@ -70,10 +70,10 @@ impl Job {
 
     /// The next commit of any replica. Each replica's steps are without gaps, and equal for all.
     fn next(&mut self) -> Commit {
-        let Ok(commit) = self.commits.recv_timeout(PATIENCE) else {
+        let Ok(commit) = self.commits.recv_timeout(TIME_LIMIT) else {
             let ended = self.replicas.iter().any(JoinHandle::is_finished);
             panic!(
-                "no commit within {PATIENCE:?} (a replica ended: {ended}); the last: {:?}",
+                "no commit within {TIME_LIMIT:?} (a replica ended: {ended}); the last: {:?}",
                 self.newest
             );
         };

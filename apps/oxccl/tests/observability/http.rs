@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 /// Generous: only a hang reaches it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + TIME_LIMIT
 }
 
 /// Asks `done` again until it gives something.
@@ -21,7 +21,7 @@ pub(crate) fn wait_until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> 
         if let Some(found) = done() {
             return found;
         }
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {TIME_LIMIT:?}");
         std::thread::sleep(Duration::from_millis(30));
     }
 }
@@ -31,7 +31,7 @@ pub(crate) fn request(method: &str, url: &str, body: Option<&Value>) -> std::io:
     let rest = url.strip_prefix("http://").expect("a URL of http");
     let (address, path) = rest.split_once('/').unwrap_or((rest, ""));
     let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIME_LIMIT))?;
     let body = body.map(Value::to_string).unwrap_or_default();
     write!(
         stream,

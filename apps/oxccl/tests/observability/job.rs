@@ -11,7 +11,7 @@ use oxccl::coordination::{LighthouseConfig, LighthouseServer};
 use oxccl::core::{GroupOptions, ReduceOp, Result, Tensor};
 use oxccl::manager::{Manager, ManagerConfig, Replica, State};
 
-use crate::http::{PATIENCE, soon};
+use crate::http::{TIME_LIMIT, soon};
 
 /// Starts a lighthouse whose quorums have two members at least.
 pub(crate) fn lighthouse(bind: &str) -> LighthouseServer {
@@ -19,7 +19,7 @@ pub(crate) fn lighthouse(bind: &str) -> LighthouseServer {
         bind: bind.into(),
         min_replicas: 2,
         join_timeout: Duration::from_secs(5),
-        heartbeat_timeout: PATIENCE,
+        heartbeat_timeout: TIME_LIMIT,
         ..LighthouseConfig::default()
     })
     .unwrap()

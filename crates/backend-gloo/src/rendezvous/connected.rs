@@ -4,7 +4,7 @@ use ftcore::{Error, ErrorKind, Result};
 
 use super::{Common, Rendezvous};
 use crate::channels::Channel;
-use crate::peer::{ControlLink, ControlMail, Peer, Way};
+use crate::peer::{ControlLink, ControlNotices, Peer, Way};
 use crate::port::{Memory, Port, Wire};
 use crate::schedule::Hosts;
 use crate::stripes::Rail;
@@ -65,12 +65,12 @@ impl Rendezvous<'_> {
             }
             let address = found.address.clone();
             let half = || Error::new(ErrorKind::Internal, "a rank lacks one of its connections");
-            let mut mail = None;
+            let mut notices = None;
             let wire = match (found.data, found.messages, found.memory) {
                 (_, _, Some(mut shared)) => {
                     if one_host {
                         shared.close_descriptors();
-                        mail = Some(shared.mail);
+                        notices = Some(shared.notices);
                     }
                     let counters = self.counters.clone();
                     channels.push(Some(Channel::local(rank, address, shared.messages, counters)));
@@ -85,8 +85,8 @@ impl Rendezvous<'_> {
                 _ => return Err(half()),
             };
             let mut control = found.control.ok_or_else(half)?;
-            let way = match mail {
-                Some(mail) => {
+            let way = match notices {
+                Some(notices) => {
                     let line = match found.line {
                         Common::Needless => None,
                         Common::Known(line) => Some(line),
@@ -95,7 +95,7 @@ impl Rendezvous<'_> {
                             Some(lines::open(process, id, socket)?)
                         }
                     };
-                    Way::Memory(ControlMail::new(mail, line.map(Hold::new)))
+                    Way::Memory(ControlNotices::new(notices, line.map(Hold::new)))
                 }
                 None => {
                     // Whatever arrived before the engine looks must be seen.

@@ -100,7 +100,7 @@ impl Found {
     fn take(&mut self, purpose: Purpose, link: Link, memory: Option<(Shared, Common)>, address: String) {
         self.address = address;
         if let Some(replaced) = &mut self.memory {
-            replaced.mail.writer.disarm();
+            replaced.notices.writer.disarm();
         }
         if self.memory.is_some() && purpose != Purpose::Local {
             // The rank gave up on shared memory and comes over TCP.

@@ -34,7 +34,7 @@ impl Rendezvous<'_> {
         for (found, rank) in self.found.iter_mut().zip(0u32..) {
             if let Some(memory) = &mut found.memory {
                 // From now on it may be connected, and listen there.
-                memory.mail.writer.arm();
+                memory.notices.writer.arm();
             }
             let Some(link) = &mut found.control else { continue };
             // A fresh connection takes these few bytes at once.
@@ -162,7 +162,7 @@ impl Rendezvous<'_> {
         let said = [header.as_slice(), text].concat();
         // A rank that is connected with all listens in memory, and may have closed the connection.
         for memory in self.found.iter_mut().filter_map(|found| found.memory.as_mut()) {
-            memory.mail.writer.say(&said);
+            memory.notices.writer.say(&said);
         }
         let found = self.found.iter_mut().filter_map(|found| found.control.as_mut());
         for link in found.chain(greeted) {

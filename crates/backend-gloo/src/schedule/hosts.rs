@@ -15,7 +15,7 @@ pub(crate) struct Hosts {
 
 /// A rank's place in its host.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Seat<'a> {
+pub(super) struct OnHost<'a> {
     /// Which host.
     pub(super) host: u32,
     /// Which of its ranks.
@@ -74,13 +74,13 @@ impl Hosts {
     }
 
     /// Where `rank` is.
-    pub(super) fn seat(&self, rank: u32) -> Seat<'_> {
+    pub(super) fn on_host(&self, rank: u32) -> OnHost<'_> {
         for (mates, host) in self.members.iter().zip(0u32..) {
             if let Some((_, place)) = mates.iter().zip(0u32..).find(|(mate, _)| **mate == rank) {
-                return Seat { host, place, mates };
+                return OnHost { host, place, mates };
             }
         }
-        Seat {
+        OnHost {
             host: 0,
             place: 0,
             mates: &[],
@@ -88,7 +88,7 @@ impl Hosts {
     }
 }
 
-impl<'a> Seat<'a> {
+impl<'a> OnHost<'a> {
     /// The other ranks of the host with their places, each rank beginning with the one behind it.
     pub(super) fn others(&self) -> impl Iterator<Item = (u32, u32)> + use<'a> {
         let world = u32::try_from(self.mates.len()).unwrap_or(u32::MAX);

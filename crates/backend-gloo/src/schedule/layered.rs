@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::hosts::{Hosts, Inset, Seat};
+use super::hosts::{Hosts, Inset, OnHost};
 use super::linear::{header_from, header_to};
 use super::{
     Algorithm, Buffer, Count, Landing, Local, Recv, Round, Schedule, Send, Span, all_reduce_algorithm,
@@ -23,25 +23,25 @@ pub(crate) const ONE_RAIL_MAX_BYTES: usize = 16 * 1024;
 /// All-reduce of `bytes` bytes in place in `Out`: reduce-scatter within the host, all-reduce of each part between hosts, all-gather
 /// within the host.
 pub(crate) fn all_reduce(rank: u32, hosts: &Hosts, bytes: usize, element: usize) -> Schedule {
-    let seat = hosts.seat(rank);
+    let on_host = hosts.on_host(rank);
     let rails = if bytes <= ONE_RAIL_MAX_BYTES {
         1
     } else {
         hosts.least()
     };
     let parts = even_parts(bytes, element, rails);
-    let on_rail = seat.place < rails;
+    let on_rail = on_host.place < rails;
     let out = |place: u32| Span::new(Buffer::Out, part(&parts, place));
-    let own = part(&parts, seat.place);
+    let own = part(&parts, on_host.place);
     // One algorithm for all rails, by the longest part: they all have the same rounds then.
     let algorithm = all_reduce_algorithm(hosts.count(), part(&parts, 0).len(), false);
-    let between = all_reduce_by(algorithm, seat.host, hosts.count(), own.len(), element);
+    let between = all_reduce_by(algorithm, on_host.host, hosts.count(), own.len(), element);
 
     let mut s = Schedule::new(Algorithm::Layered);
     // Slot 0 is this rank's own contribution, slot 1 its host's, the others are those of the rail.
     const HOST: usize = 1;
     let inset = Inset {
-        ranks: &rail(hosts, seat.place),
+        ranks: &rail(hosts, on_host.place),
         out: own.start,
         slots: HOST + 1,
     };
@@ -50,7 +50,7 @@ pub(crate) fn all_reduce(rank: u32, hosts: &Hosts, bytes: usize, element: usize)
     s.result = Some(total);
 
     let mut scatter = Round::default();
-    for (peer, place) in seat.others() {
+    for (peer, place) in on_host.others() {
         if place < rails {
             scatter.sends.push(Send {
                 peer,
@@ -61,7 +61,7 @@ pub(crate) fn all_reduce(rank: u32, hosts: &Hosts, bytes: usize, element: usize)
         if on_rail {
             scatter.recvs.push(Recv {
                 peer,
-                into: out(seat.place),
+                into: out(on_host.place),
                 landing: match scatter.recvs.is_empty() {
                     true => Landing::Reduce,
                     false => Landing::ReduceNext,
@@ -87,11 +87,11 @@ pub(crate) fn all_reduce(rank: u32, hosts: &Hosts, bytes: usize, element: usize)
         });
     }
     let mut gather = Round::default();
-    for (peer, place) in seat.others() {
+    for (peer, place) in on_host.others() {
         if on_rail {
             gather.sends.push(Send {
                 peer,
-                from: out(seat.place),
+                from: out(on_host.place),
                 slot: Some(total),
             });
         }
@@ -119,7 +119,7 @@ fn rail(hosts: &Hosts, place: u32) -> Vec<u32> {
 
 /// Who speaks for each host when `root` gives or takes: the root itself, and the lowest rank of every other host.
 fn leaders(hosts: &Hosts, root: u32) -> Vec<u32> {
-    let own = hosts.seat(root).host;
+    let own = hosts.on_host(root).host;
     let of = |host| match host == own {
         true => root,
         false => hosts.of(host).first().copied().unwrap_or(root),
@@ -128,18 +128,18 @@ fn leaders(hosts: &Hosts, root: u32) -> Vec<u32> {
 }
 
 /// The place of its host's leader, and how many ranks the host has.
-fn led(seat: &Seat<'_>, leaders: &[u32]) -> (u32, u32) {
-    let leader = leaders.get(seat.host as usize).copied();
-    let mut places = seat.mates.iter().zip(0u32..);
+fn led(on_host: &OnHost<'_>, leaders: &[u32]) -> (u32, u32) {
+    let leader = leaders.get(on_host.host as usize).copied();
+    let mut places = on_host.mates.iter().zip(0u32..);
     let place = places.find(|(mate, _)| Some(**mate) == leader);
-    let world = u32::try_from(seat.mates.len()).unwrap_or(u32::MAX);
+    let world = u32::try_from(on_host.mates.len()).unwrap_or(u32::MAX);
     (place.map_or(0, |(_, place)| place), world)
 }
 
 /// Rounds within the host, and as many empty ones as the largest host needs more.
-fn within(rounds: Vec<Round>, seat: &Seat<'_>, hosts: &Hosts) -> Vec<Round> {
+fn within(rounds: Vec<Round>, on_host: &OnHost<'_>, hosts: &Hosts) -> Vec<Round> {
     let inset = Inset {
-        ranks: seat.mates,
+        ranks: on_host.mates,
         out: 0,
         slots: 0,
     };
@@ -149,10 +149,10 @@ fn within(rounds: Vec<Round>, seat: &Seat<'_>, hosts: &Hosts) -> Vec<Round> {
 }
 
 /// A header from every rank to its leader, or the other way round.
-fn report(rank: u32, seat: &Seat<'_>, leaders: &[u32], to_leader: bool) -> Round {
-    let leader = leaders.get(seat.host as usize).copied().unwrap_or(rank);
+fn report(rank: u32, on_host: &OnHost<'_>, leaders: &[u32], to_leader: bool) -> Round {
+    let leader = leaders.get(on_host.host as usize).copied().unwrap_or(rank);
     let mut round = Round::default();
-    let others = || seat.others().map(|(peer, _)| peer);
+    let others = || on_host.others().map(|(peer, _)| peer);
     match (rank == leader, to_leader) {
         (true, true) => round.recvs = others().map(header_from).collect(),
         (true, false) => round.sends = others().map(header_to).collect(),
@@ -164,33 +164,33 @@ fn report(rank: u32, seat: &Seat<'_>, leaders: &[u32], to_leader: bool) -> Round
 
 /// Every rank's `Out` becomes the root's: a tree over the hosts, then one in each.
 pub(crate) fn broadcast(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Schedule {
-    let seat = hosts.seat(rank);
+    let on_host = hosts.on_host(rank);
     let leaders = leaders(hosts, root);
     let mut s = Schedule::new(Algorithm::Layered);
     // Before a leader speaks to another host it has heard from its own.
-    s.rounds.push(report(rank, &seat, &leaders, true));
+    s.rounds.push(report(rank, &on_host, &leaders, true));
     let inset = Inset {
         ranks: &leaders,
         out: 0,
         slots: 0,
     };
-    let root_host = hosts.seat(root).host;
-    for round in tree::broadcast_rounds(seat.host, hosts.count(), root_host, bytes, None) {
+    let root_host = hosts.on_host(root).host;
+    for round in tree::broadcast_rounds(on_host.host, hosts.count(), root_host, bytes, None) {
         s.rounds.push(match leaders.contains(&rank) {
             true => inset.round(round),
             false => Round::default(),
         });
     }
-    let (leader, world) = led(&seat, &leaders);
-    let rounds = tree::broadcast_rounds(seat.place, world, leader, bytes, None);
-    s.rounds.extend(within(rounds, &seat, hosts));
+    let (leader, world) = led(&on_host, &leaders);
+    let rounds = tree::broadcast_rounds(on_host.place, world, leader, bytes, None);
+    s.rounds.extend(within(rounds, &on_host, hosts));
     s
 }
 
 /// The root's `Out` becomes the reduction of every rank's data (the root's `Out`, the others' `In`): a tree in each host, then one
 /// over the hosts.
 pub(crate) fn reduce(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Schedule {
-    let seat = hosts.seat(rank);
+    let on_host = hosts.on_host(rank);
     let leaders = leaders(hosts, root);
     let (own, sum) = match rank == root {
         true => (Buffer::Out, Buffer::Out),
@@ -198,9 +198,9 @@ pub(crate) fn reduce(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Sched
     };
     let mut s = Schedule::new(Algorithm::Layered);
     s.scratch = if rank == root { 0 } else { bytes };
-    let (leader, world) = led(&seat, &leaders);
-    let rounds = tree::reduce_rounds(seat.place, world, leader, bytes, own, sum);
-    s.rounds = within(rounds, &seat, hosts);
+    let (leader, world) = led(&on_host, &leaders);
+    let rounds = tree::reduce_rounds(on_host.place, world, leader, bytes, own, sum);
+    s.rounds = within(rounds, &on_host, hosts);
     // The sum of a host of several ranks stands in `sum`, that of a single one is its own values.
     let own = if world > 1 { sum } else { own };
     let inset = Inset {
@@ -208,8 +208,8 @@ pub(crate) fn reduce(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Sched
         out: 0,
         slots: 0,
     };
-    let root_host = hosts.seat(root).host;
-    for round in tree::reduce_rounds(seat.host, hosts.count(), root_host, bytes, own, sum) {
+    let root_host = hosts.on_host(root).host;
+    for round in tree::reduce_rounds(on_host.host, hosts.count(), root_host, bytes, own, sum) {
         s.rounds.push(match leaders.contains(&rank) {
             true => inset.round(round),
             false => Round::default(),
@@ -224,14 +224,14 @@ pub(crate) fn reduce(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Sched
             });
         }
     }
-    s.rounds.push(report(rank, &seat, &leaders, false));
+    s.rounds.push(report(rank, &on_host, &leaders, false));
     s
 }
 
 /// What every rank of a world with rails knows for collectives with a part per rank.
 struct Rails<'a> {
     hosts: &'a Hosts,
-    seat: Seat<'a>,
+    on_host: OnHost<'a>,
     /// How many.
     rails: u32,
     /// How many ranks of a host share one at most.
@@ -244,7 +244,7 @@ impl<'a> Rails<'a> {
         let rails = hosts.least();
         Self {
             hosts,
-            seat: hosts.seat(rank),
+            on_host: hosts.on_host(rank),
             rails,
             depth: hosts.most().div_ceil(rails),
             parts,
@@ -259,19 +259,22 @@ impl<'a> Rails<'a> {
     }
 
     fn on_rail(&self) -> bool {
-        self.seat.place < self.rails
+        self.on_host.place < self.rails
     }
 
     /// The rank of this rail on the host `by` further on, or before.
     fn next(&self, forward: bool) -> u32 {
-        let (host, count) = (self.seat.host, self.hosts.count());
+        let (host, count) = (self.on_host.host, self.hosts.count());
         let host = if forward {
             up(host, 1, count)
         } else {
             down(host, 1, count)
         };
         let mates = self.hosts.of(host);
-        mates.get(self.seat.place as usize).copied().unwrap_or(u32::MAX)
+        mates
+            .get(self.on_host.place as usize)
+            .copied()
+            .unwrap_or(u32::MAX)
     }
 }
 
@@ -279,7 +282,7 @@ impl<'a> Rails<'a> {
 /// comes.
 pub(crate) fn all_gather(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -> Schedule {
     let rails = Rails::new(rank, hosts, parts);
-    let (seat, count, depth) = (rails.seat, hosts.count(), rails.depth);
+    let (on_host, count, depth) = (rails.on_host, hosts.count(), rails.depth);
     let own = part(parts, rank);
     let own_in = || Span::new(Buffer::In, 0..own.len());
     let out = |range| Span::new(Buffer::Out, range);
@@ -290,7 +293,7 @@ pub(crate) fn all_gather(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -> Sc
     });
     // Every rank's own part to its host.
     let mut round = Round::default();
-    for (peer, _) in seat.others() {
+    for (peer, _) in on_host.others() {
         round.sends.push(plain_send(peer, own_in()));
         round.recvs.push(plain_recv(peer, out(part(parts, peer))));
     }
@@ -301,20 +304,20 @@ pub(crate) fn all_gather(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -> Sc
         let mut round = Round::default();
         if t < steps && rails.on_rail() {
             let (k, index) = (t / depth, t % depth);
-            let (sent, received) = (down(seat.host, k, count), down(seat.host, k + 1, count));
-            if let Some(range) = rails.part(sent, seat.place, index) {
+            let (sent, received) = (down(on_host.host, k, count), down(on_host.host, k + 1, count));
+            if let Some(range) = rails.part(sent, on_host.place, index) {
                 round.sends.push(plain_send(rails.next(true), out(range)));
             }
-            if let Some(range) = rails.part(received, seat.place, index) {
+            if let Some(range) = rails.part(received, on_host.place, index) {
                 round.recvs.push(plain_recv(rails.next(false), out(range)));
             }
         }
         if let Some(before) = t.checked_sub(1) {
             let (k, index) = (before / depth, before % depth);
-            let source = down(seat.host, k + 1, count);
-            for (peer, place) in seat.others() {
+            let source = down(on_host.host, k + 1, count);
+            for (peer, place) in on_host.others() {
                 if rails.on_rail()
-                    && let Some(range) = rails.part(source, seat.place, index)
+                    && let Some(range) = rails.part(source, on_host.place, index)
                 {
                     round.sends.push(plain_send(peer, out(range)));
                 }
@@ -351,19 +354,19 @@ fn plain_recv(peer: u32, into: Span) -> Recv {
 /// the rail of its rank, then travels by that rail to the rank's host, growing on every one.
 pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -> Schedule {
     let rails = Rails::new(rank, hosts, parts);
-    let (seat, count, depth) = (rails.seat, hosts.count(), rails.depth);
+    let (on_host, count, depth) = (rails.on_host, hosts.count(), rails.depth);
     let mut s = Schedule::new(Algorithm::Layered);
     // Slot 0 is this rank's own contribution, slot 1 its host's, slot 2 + h what is reduced for host h.
     const HOST: usize = 1;
     let slot = |host: u32| HOST + 1 + host as usize;
     s.slots = slot(count);
-    s.result = Some(slot(seat.host));
+    s.result = Some(slot(on_host.host));
     // Where the sums stand; the own one where it belongs.
     let mut sums = Vec::new();
     for host in 0..count {
         for index in 0..depth {
-            let range = rails.part(host, seat.place, index).unwrap_or(0..0);
-            let place = if host == seat.host && index == 0 {
+            let range = rails.part(host, on_host.place, index).unwrap_or(0..0);
+            let place = if host == on_host.host && index == 0 {
                 Span::new(Buffer::Out, 0..range.len())
             } else {
                 let start = s.scratch;
@@ -380,15 +383,15 @@ pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -
         let at = (host * depth + index) as usize;
         sums.get(at).cloned().unwrap_or_else(Span::empty)
     };
-    let alone = seat.mates.len() < 2;
+    let alone = on_host.mates.len() < 2;
     // What a ring takes in is reduced within this host two steps of the ring earlier.
-    let target = |q: u32| down(seat.host, q + 1, count);
+    let target = |q: u32| down(on_host.host, q + 1, count);
     for t in 0..(count + 1) * depth {
         let (q, index) = (t / depth, t % depth);
         let mut round = Round::default();
         if q < count {
             let host = target(q);
-            for (peer, place) in seat.others() {
+            for (peer, place) in on_host.others() {
                 if place < rails.rails
                     && let Some(range) = rails.part(host, place, index)
                 {
@@ -399,7 +402,7 @@ pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -
                     });
                 }
                 if rails.on_rail()
-                    && let Some(range) = rails.part(host, seat.place, index)
+                    && let Some(range) = rails.part(host, on_host.place, index)
                 {
                     round.recvs.push(Recv {
                         peer,
@@ -423,7 +426,7 @@ pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -
             && rails.on_rail()
         {
             let (sent, received) = (target(k), target(k + 1));
-            if let Some(range) = rails.part(sent, seat.place, index) {
+            if let Some(range) = rails.part(sent, on_host.place, index) {
                 let first = alone && k == 0;
                 round.sends.push(Send {
                     peer: rails.next(true),
@@ -434,7 +437,7 @@ pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -
                     slot: Some(slot(sent)),
                 });
             }
-            if let Some(range) = rails.part(received, seat.place, index) {
+            if let Some(range) = rails.part(received, on_host.place, index) {
                 round.recvs.push(Recv {
                     peer: rails.next(false),
                     into: sum(received, index),
@@ -448,7 +451,7 @@ pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -
                         Count::Ignore
                     },
                 });
-                if received == seat.host {
+                if received == on_host.host {
                     round.after.push(Local::Finish {
                         span: sum(received, index),
                         slot: slot(received),
@@ -458,24 +461,24 @@ pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -
         }
         s.rounds.push(round);
     }
-    s.rounds.push(deliver(&rails, &sum, slot(seat.host)));
+    s.rounds.push(deliver(&rails, &sum, slot(on_host.host)));
     s
 }
 
 /// The finished sums of a rail to those of its ranks that it does not lead through.
 fn deliver(rails: &Rails<'_>, sum: &impl Fn(u32, u32) -> Span, slot: usize) -> Round {
-    let seat = rails.seat;
+    let on_host = rails.on_host;
     let mut round = Round::default();
-    for (peer, place) in seat.others() {
-        if rails.on_rail() && place >= rails.rails && place % rails.rails == seat.place {
+    for (peer, place) in on_host.others() {
+        if rails.on_rail() && place >= rails.rails && place % rails.rails == on_host.place {
             round.sends.push(Send {
                 peer,
-                from: sum(seat.host, place / rails.rails),
+                from: sum(on_host.host, place / rails.rails),
                 slot: Some(slot),
             });
         }
-        if !rails.on_rail() && place == seat.place % rails.rails {
-            let own = rails.hosts.of(seat.host).get(seat.place as usize);
+        if !rails.on_rail() && place == on_host.place % rails.rails {
+            let own = rails.hosts.of(on_host.host).get(on_host.place as usize);
             let len = own.map_or(0, |rank| part(rails.parts, *rank).len());
             round.recvs.push(Recv {
                 peer,

@@ -63,8 +63,8 @@ fn failed(peer: u32, line: &mut Line) -> Option<Error> {
     match got {
         Ok(0) => gone(),
         Ok(_) if kind == [Kind::Failed as u8] => {
-            let patience = Some(Duration::from_secs(1));
-            line.stream.set_read_timeout(patience).ok()?;
+            let limit = Some(Duration::from_secs(1));
+            line.stream.set_read_timeout(limit).ok()?;
             match Frame::read(line) {
                 Ok(Some(frame)) => Some(frame.error()),
                 _ => gone(),

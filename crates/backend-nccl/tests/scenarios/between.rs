@@ -73,7 +73,9 @@ fn told_while_stuck() -> Outcome {
     ranks(2, |rank| {
         let group = group(rank, GroupOptions::default())?;
         let began = Instant::now();
-        let e = group.configure(configuration(&store, rank, 2, 1, PATIENCE)).err();
+        let e = group
+            .configure(configuration(&store, rank, 2, 1, TIME_LIMIT))
+            .err();
         let e = e.ok_or("they met")?;
         let words: &[&str] = match rank {
             0 => &["rank 1 reports", "ncclCommInitRankConfig"],
@@ -99,7 +101,7 @@ fn cut_off() -> Outcome {
             1 => detour(&store, pass_on)?,
             _ => store.clone(),
         };
-        let e = group.configure(configuration(&way, rank, 2, 1, PATIENCE)).err();
+        let e = group.configure(configuration(&way, rank, 2, 1, TIME_LIMIT)).err();
         let e = e.ok_or("they met")?;
         match rank {
             0 => says(&e, ErrorKind::PeerLost, &["rank 1 went away", "configure"])?,

@@ -109,7 +109,7 @@ fn cancelled() -> Outcome {
     // The call hangs; an abort from another thread ends the wait for it.
     let group = group(0, GroupOptions::default())?;
     let e = std::thread::scope(|scope| {
-        let configuring = scope.spawn(|| group.configure(by_itself(1, PATIENCE)));
+        let configuring = scope.spawn(|| group.configure(by_itself(1, TIME_LIMIT)));
         // Until `configure` is under way an abort finds nothing to end.
         let until = deadline_in(SOON);
         while !configuring.is_finished() && std::time::Instant::now() < until {

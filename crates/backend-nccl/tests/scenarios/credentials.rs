@@ -53,10 +53,10 @@ fn unlike_encryption() -> Outcome {
     let folder = folder("job-7", '1')?;
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     ranks(2, |rank| {
-        let patience = [Duration::from_secs(2), SOON][rank as usize];
+        let limit = [Duration::from_secs(2), SOON][rank as usize];
         let options = encrypting(&folder, ["1", "0"][rank as usize]);
         let e = group(rank, options)?
-            .configure(configuration(&store, rank, 2, 1, patience))
+            .configure(configuration(&store, rank, 2, 1, limit))
             .err()
             .ok_or("they met")?;
         match rank {
@@ -160,10 +160,10 @@ fn no_trust() -> Outcome {
     ] {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
         ranks(2, |rank| {
-            let patience = [Duration::from_secs(2), SOON][rank as usize];
+            let limit = [Duration::from_secs(2), SOON][rank as usize];
             let options = with([zero, one][rank as usize]);
             let e = group(rank, options)?
-                .configure(configuration(&store, rank, 2, 1, patience))
+                .configure(configuration(&store, rank, 2, 1, limit))
                 .err()
                 .ok_or("they met")?;
             match rank {

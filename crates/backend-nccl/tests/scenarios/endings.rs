@@ -92,7 +92,7 @@ fn events_come_from_the_cache() -> Outcome {
 
 fn shutdown_with_work() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
-        let work = submit(rank, group, PATIENCE)?;
+        let work = submit(rank, group, TIME_LIMIT)?;
         if rank == 1 {
             let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
             says(&e, e.kind(), &["shut-down"])?;
@@ -121,7 +121,7 @@ fn watchdog_is_lost() -> Outcome {
     let until = deadline_in(SOON);
     // Each on a thread of its own: the fault waits for one that has asked the communicator how it is and then asks an event.
     let goes_on = || -> Result<bool, Error> {
-        let work = submit(0, &group, PATIENCE)?;
+        let work = submit(0, &group, TIME_LIMIT)?;
         Ok(work.wait(deadline_in(Duration::from_millis(300))).is_ok())
     };
     while std::thread::scope(|s| s.spawn(goes_on).join().map_err(|_| "a panic"))?? {

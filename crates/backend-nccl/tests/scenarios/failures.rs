@@ -44,11 +44,11 @@ pub(super) fn init_fails() -> Outcome {
     std::thread::scope(|scope| {
         let other = scope.spawn(move || {
             let group = group(0, GroupOptions::default())?;
-            group.configure(configuration(store, 0, 2, 1, PATIENCE))
+            group.configure(configuration(store, 0, 2, 1, TIME_LIMIT))
         });
         let group = group(1, GroupOptions::default())?;
         let e = group
-            .configure(configuration(store, 1, 2, 1, PATIENCE))
+            .configure(configuration(store, 1, 2, 1, TIME_LIMIT))
             .err()
             .ok_or("configure succeeded")?;
         says(
@@ -106,7 +106,7 @@ pub(super) fn asynchronous() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         let e = until_failure(rank, group)?;
         says(&e, ErrorKind::PeerLost, &["remote process exited"])?;
-        let rejected = submit(rank, group, PATIENCE)
+        let rejected = submit(rank, group, TIME_LIMIT)
             .err()
             .ok_or("a poisoned group accepted work")?;
         says(&rejected, ErrorKind::Poisoned, &["remote process exited"])?;
@@ -123,8 +123,8 @@ pub(super) fn blocked_stream() -> Outcome {
         // A stream that waits for the work of another group, which never ends.
         let alone = self::group(0, GroupOptions::default())?;
         let own: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        alone.configure(configuration(&own, 0, 1, 1, PATIENCE))?;
-        let never = submit(0, &alone, PATIENCE)?;
+        alone.configure(configuration(&own, 0, 1, 1, TIME_LIMIT))?;
+        let never = submit(0, &alone, TIME_LIMIT)?;
         let blocked = CudaAccelerator.new_stream(0, false)?;
         never.wait_on(&*blocked)?;
         let began = Instant::now();
@@ -204,7 +204,7 @@ pub(super) fn call_hangs() -> Outcome {
                 let words = |e: Failed| e.message().unwrap_or("failed").to_string();
                 let group = Arc::new(group(rank, GroupOptions::default()).map_err(|e| e.to_string())?);
                 group
-                    .configure(configuration(&store, rank, 2, 1, PATIENCE))
+                    .configure(configuration(&store, rank, 2, 1, TIME_LIMIT))
                     .map_err(|e| e.to_string())?;
                 let busy = group.clone();
                 // On rank 0 this thread is lost in its third call; the group is not.
@@ -249,7 +249,7 @@ pub(super) fn event_fails() -> Outcome {
 pub(super) fn split_fails() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         let began = Instant::now();
-        let Err(e) = group.split(Some(1), rank, deadline_in(PATIENCE)).map(drop) else {
+        let Err(e) = group.split(Some(1), rank, deadline_in(TIME_LIMIT)).map(drop) else {
             return Err("the split succeeded".into());
         };
         // Refused if the notice was quicker than this rank's own call.

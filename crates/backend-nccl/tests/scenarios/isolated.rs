@@ -210,7 +210,7 @@ fn killed() -> Outcome {
 
 fn blocked() -> Outcome {
     let alone = super::kit::group(0, GroupOptions::default())?;
-    alone.configure(by_itself(1, PATIENCE))?;
+    alone.configure(by_itself(1, TIME_LIMIT))?;
     let never = alone.broadcast(filled(0, 1.0, 10)?, 0)?;
     let stream: Arc<dyn Stream> = CudaAccelerator.new_stream(0, false)?;
     never.wait_on(&*stream)?;

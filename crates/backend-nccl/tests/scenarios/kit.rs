@@ -11,7 +11,7 @@ use ftcore::{
 use libtest_mimic::Failed;
 
 /// Longer than anything here takes.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 pub(super) type Outcome = Result<(), Failed>;
 
@@ -33,7 +33,7 @@ pub(super) fn configuration(
     rank: u32,
     world: u32,
     epoch: u64,
-    patience: Duration,
+    limit: Duration,
 ) -> Configuration {
     Configuration {
         store: store.clone(),
@@ -42,15 +42,15 @@ pub(super) fn configuration(
         epoch: Epoch(epoch),
         rank,
         world_size: world,
-        deadline: deadline_in(patience),
+        deadline: deadline_in(limit),
         cancel: Default::default(),
     }
 }
 
 /// Of a world of one, with a store of its own.
-pub(super) fn by_itself(epoch: u64, patience: Duration) -> Configuration {
+pub(super) fn by_itself(epoch: u64, limit: Duration) -> Configuration {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    configuration(&store, 0, 1, epoch, patience)
+    configuration(&store, 0, 1, epoch, limit)
 }
 
 /// Runs `body` as rank 0 and 1 with configured groups.

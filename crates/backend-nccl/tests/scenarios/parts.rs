@@ -10,9 +10,9 @@ use super::{ASYNC, HANG, Scenario, scenario};
 const SOON: Duration = Duration::from_secs(20);
 
 /// Rank 0's split fails as said, rank 1 hears of it, and the process goes on.
-fn split_breaks(kind: ErrorKind, words: &[&str], patience: Duration) -> Outcome {
+fn split_breaks(kind: ErrorKind, words: &[&str], limit: Duration) -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
-        let by = if rank == 0 { patience } else { PATIENCE };
+        let by = if rank == 0 { limit } else { TIME_LIMIT };
         let began = Instant::now();
         let Err(e) = group.split(Some(1), rank, deadline_in(by)).map(drop) else {
             return Err("the split succeeded".into());
@@ -40,7 +40,7 @@ fn split_fails_later() -> Outcome {
     split_breaks(
         ErrorKind::PeerLost,
         &["the communicator", "remote process exited"],
-        PATIENCE,
+        TIME_LIMIT,
     )
 }
 

@@ -176,7 +176,7 @@ fn refused_in_the_store() -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     store.set(KEY, b"0 38654705663 no sockets here", deadline_in(SOON))?;
     let e = group(1, GroupOptions::default())?
-        .configure(configuration(&store, 1, 2, 1, PATIENCE))
+        .configure(configuration(&store, 1, 2, 1, TIME_LIMIT))
         .err()
         .ok_or("configure succeeded")?;
     says(&e, e.kind(), &["rank 0 reports: no sockets here"])
@@ -187,7 +187,7 @@ fn aborted() -> Outcome {
     let ends = |rank: u32, store: &Arc<dyn Store>| -> Outcome {
         let group = group(rank, GroupOptions::default())?;
         let e = std::thread::scope(|scope| {
-            let configuring = scope.spawn(|| group.configure(configuration(store, rank, 2, 1, PATIENCE)));
+            let configuring = scope.spawn(|| group.configure(configuration(store, rank, 2, 1, TIME_LIMIT)));
             // Until `configure` is under way an abort finds nothing to end.
             while !configuring.is_finished() {
                 std::thread::sleep(Duration::from_millis(20));

@@ -96,8 +96,8 @@ struct Blocked {
 
 fn blocked() -> Result<Blocked, libtest_mimic::Failed> {
     let alone = group(0, GroupOptions::default())?;
-    alone.configure(by_itself(1, PATIENCE))?;
-    let never = submit(0, &alone, PATIENCE * 10)?;
+    alone.configure(by_itself(1, TIME_LIMIT))?;
+    let never = submit(0, &alone, TIME_LIMIT * 10)?;
     let stream = CudaAccelerator.new_stream(0, false)?;
     never.wait_on(&*stream)?;
     Ok(Blocked {
@@ -253,8 +253,8 @@ fn abort() -> Outcome {
     pair(|rank, group, store| {
         if rank == 0 {
             let blocked = blocked()?;
-            let first = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), PATIENCE)?;
-            let behind = sum_on(&*group, filled(0, 1.0, 8)?, None, PATIENCE)?;
+            let first = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), TIME_LIMIT)?;
+            let behind = sum_on(&*group, filled(0, 1.0, 8)?, None, TIME_LIMIT)?;
             let began = Instant::now();
             group.abort("enough");
             for work in [&first, &behind] {
@@ -272,7 +272,7 @@ fn abort() -> Outcome {
                 .ok_or("a poisoned group accepted work")?;
             says(&e, ErrorKind::Poisoned, &["enough"])?;
         } else {
-            let e = ended(sum_on(&*group, filled(1, 1.0, 8)?, None, PATIENCE))?;
+            let e = ended(sum_on(&*group, filled(1, 1.0, 8)?, None, TIME_LIMIT))?;
             check(e.to_string().contains("enough"), || format!("{e}"))?;
         }
         group.configure(configuration(store, rank, 2, 2, SOON))?;
@@ -285,7 +285,7 @@ fn deadlines() -> Outcome {
         if rank == 0 {
             let blocked = blocked()?;
             let began = Instant::now();
-            let first = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), PATIENCE)?;
+            let first = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), TIME_LIMIT)?;
             // Its own inputs are ready, but it stands behind the first.
             let behind = sum_on(&*group, filled(0, 1.0, 8)?, None, Duration::from_millis(300))?;
             says(&failed(&behind)?, ErrorKind::Timeout, &["all_reduce", "deadline"])?;
@@ -322,7 +322,7 @@ fn reconfigure() -> Outcome {
         let blocked = (rank == 0).then(blocked).transpose()?;
         let stream = blocked.as_ref().map(|b| &b.stream);
         let old = stream
-            .map(|s| sum_on(&*group, filled(rank, 1.0, 8)?, Some(s), PATIENCE))
+            .map(|s| sum_on(&*group, filled(rank, 1.0, 8)?, Some(s), TIME_LIMIT))
             .transpose()?;
         group.configure(configuration(store, rank, 2, 2, SOON))?;
         works(rank, &*group)?;
@@ -343,7 +343,7 @@ fn dropped() -> Outcome {
             return Ok(());
         }
         let blocked = blocked()?;
-        let work = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), PATIENCE)?;
+        let work = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), TIME_LIMIT)?;
         let began = Instant::now();
         drop(group);
         check(began.elapsed() < Duration::from_secs(5), || {
@@ -382,7 +382,7 @@ fn shutdown_late() -> Outcome {
             return Ok(());
         }
         let blocked = blocked()?;
-        let work = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), PATIENCE)?;
+        let work = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), TIME_LIMIT)?;
         let e = group
             .shutdown(deadline_in(Duration::from_millis(200)))
             .err()

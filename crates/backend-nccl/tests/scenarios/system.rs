@@ -94,12 +94,12 @@ pub(super) fn turn(
 }
 
 /// What two ranks that are refused something in their first configuration say; the second one works.
-fn two_meet(patience: Duration, said: impl Fn(u32, Option<&Error>) -> Outcome + Sync) -> Outcome {
+fn two_meet(limit: Duration, said: impl Fn(u32, Option<&Error>) -> Outcome + Sync) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     ranks(2, |rank| {
         let group = group(rank, GroupOptions::default())?;
         store.barrier("both are made", 2, deadline_in(SOON))?;
-        let heard = turn(rank, &group, configuration(&store, rank, 2, 1, patience))?;
+        let heard = turn(rank, &group, configuration(&store, rank, 2, 1, limit))?;
         said(rank, heard.as_ref())?;
         store.barrier("both have failed", 2, deadline_in(SOON))?;
         next_epoch(rank, &group, &store)?;
@@ -312,7 +312,7 @@ fn message(rank: u32, group: &NcclGroup) -> Result<(), Error> {
 fn with_a_clock() -> Result<NcclGroup, Failed> {
     let own = group(3, GroupOptions::default())?;
     own.configure(by_itself(1, SOON))?;
-    submit(3, &own, PATIENCE)?.wait_done()?;
+    submit(3, &own, TIME_LIMIT)?.wait_done()?;
     Ok(own)
 }
 

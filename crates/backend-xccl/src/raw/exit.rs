@@ -149,11 +149,11 @@ pub(super) fn come_first(after: After) {
     });
 }
 
-/// Waits until `done` or for `patience`.
-fn settle(patience: Duration, done: impl Fn() -> bool) -> bool {
+/// Waits until `done` or for `limit`.
+fn settle(limit: Duration, done: impl Fn() -> bool) -> bool {
     let began = Instant::now();
     while !done() {
-        if began.elapsed() > patience {
+        if began.elapsed() > limit {
             return false;
         }
         std::thread::sleep(Duration::from_millis(1));
@@ -164,7 +164,7 @@ fn settle(patience: Duration, done: impl Fn() -> bool) -> bool {
 #[cfg(target_env = "gnu")]
 extern "C" fn at_exit(status: c_int, _: *mut c_void) {
     // Groups that were told to end, of any backend: their last executors leave now.
-    ftcore::lifecycle::wait_for_partings();
+    ftcore::lifecycle::wait_for_leaves();
     settle(FOR_LEAVES, || LEAVING.load(Ordering::SeqCst) == 0);
     CLOSING.store(true, Ordering::SeqCst);
     settle(FOR_CALLS, || CALLS.load(Ordering::SeqCst) <= stuck());

@@ -133,11 +133,11 @@ pub(crate) fn isolated_on_host(_: &Rank) -> Outcome {
     )?;
     both(|| {
         let inner = IsolatedGroup::new(IsolateOptions::new("xccl", Device::CPU))?;
-        let patience = std::time::Duration::from_secs(30);
+        let limit = std::time::Duration::from_secs(30);
         Ok(Box::new(Staged::new(
             Arc::new(inner),
             &Device::new(DeviceKind::Xpu, 0),
-            patience,
+            limit,
         )?))
     })
 }

@@ -175,20 +175,20 @@ impl Connection {
         Ok(Self(Wire::over(stream)))
     }
 
-    /// The head of the answer to `GET {prefix}{path}`, within `patience`.
+    /// The head of the answer to `GET {prefix}{path}`, within `within`.
     async fn get(
         &mut self,
         source: &Source,
         path: &str,
         headers: &[(&str, String)],
-        patience: Duration,
+        within: Duration,
     ) -> Result<Head> {
         let whole = format!("{}{path}", source.prefix);
         let asked = self.0.get(&source.authority, &whole, headers);
-        let answer = timeout(patience, asked).await.map_err(|_| {
+        let answer = timeout(within, asked).await.map_err(|_| {
             source.error(
                 ErrorKind::PeerLost,
-                format!("no answer for {path} within {patience:?}"),
+                format!("no answer for {path} within {within:?}"),
             )
         })?;
         answer.map_err(|e| match e {
@@ -312,8 +312,8 @@ async fn ask_once(
     headers.extend(wanted.epoch.map(|e| (EPOCH_HEADER, e.to_string())));
     headers.extend(wanted.lineage.clone().map(|l| (LINEAGE_HEADER, l)));
     // Hashing a large state takes the source a while the first time.
-    let patience = wait + stall + Duration::from_secs(options.max_state_bytes >> 30);
-    let head = connection.get(source, &path, &headers, patience).await?;
+    let within = wait + stall + Duration::from_secs(options.max_state_bytes >> 30);
+    let head = connection.get(source, &path, &headers, within).await?;
     if head.status == StatusCode::NOT_FOUND {
         let text = refusal(source, &path, (&mut connection, head), stall).await;
         return Ok(Answer::NotYet(text.message().to_owned()));

@@ -94,8 +94,8 @@ struct Source {
 impl Source {
     fn run(&mut self, ended: &Receiver<Ended>) -> Result<()> {
         while !self.left.is_empty() {
-            let patience = time_left(self.deadline) + GRACE;
-            let Ok(Ended { rank, what, work }) = ended.recv_timeout(patience) else {
+            let limit = time_left(self.deadline) + GRACE;
+            let Ok(Ended { rank, what, work }) = ended.recv_timeout(limit) else {
                 let ranks: Vec<&u32> = self.left.keys().collect();
                 let text = format!("ranks {ranks:?} did not take the state in time");
                 return Err(Error::timeout(text));

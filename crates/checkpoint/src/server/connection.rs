@@ -39,7 +39,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 #[derive(Debug)]
 pub(super) struct Limits {
-    /// `/ckpt/{life}`.
+    /// `/ckpt/{incarnation}`.
     pub(super) prefix: String,
     pub(super) options: TransportOptions,
     /// For the answers in progress.
@@ -304,7 +304,7 @@ fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(Asked, Part),
     let rest = path
         .strip_prefix(prefix)
         .and_then(|r| r.strip_prefix('/'))
-        .ok_or("no such path here: it belongs to another server, or to an earlier life of this one")?;
+        .ok_or("no such path here: it belongs to another server, or to an earlier incarnation of this one")?;
     let mut pieces = rest.split('/');
     let mut next = || pieces.next().unwrap_or_default();
     let step = next()

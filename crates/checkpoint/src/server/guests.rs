@@ -43,7 +43,7 @@ impl Guests {
         }
         table.open += 1;
         drop(table);
-        let seat = Seat {
+        let slot = Slot {
             guests: Arc::clone(self),
             state: Mutex::new(State {
                 member,
@@ -51,8 +51,8 @@ impl Guests {
             }),
             go: Arc::default(),
         };
-        seat.rest();
-        Some(Guest(Arc::new(seat)))
+        slot.rest();
+        Some(Guest(Arc::new(slot)))
     }
 
     #[cfg(test)]
@@ -73,16 +73,16 @@ struct State {
 
 /// The place of one connection, given up once it and its last answer are dropped.
 #[derive(Debug)]
-pub(super) struct Guest(Arc<Seat>);
+pub(super) struct Guest(Arc<Slot>);
 
 #[derive(Debug)]
-struct Seat {
+struct Slot {
     guests: Arc<Guests>,
     state: Mutex<State>,
     go: Arc<Notify>,
 }
 
-impl Seat {
+impl Slot {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -136,7 +136,7 @@ impl Guest {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Slot {
     fn drop(&mut self) {
         let idle = self.state().idle.take();
         let mut table = self.guests.table();
@@ -149,7 +149,7 @@ impl Drop for Seat {
 
 /// A connection with a request.
 #[derive(Debug)]
-pub(super) struct Busy(Arc<Seat>);
+pub(super) struct Busy(Arc<Slot>);
 
 impl Drop for Busy {
     fn drop(&mut self) {

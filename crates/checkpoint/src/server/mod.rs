@@ -84,7 +84,7 @@ impl Default for TransportOptions {
 ///   changes anything.
 /// - A step not yet published (newer than the newest, of a later epoch if [`EPOCH_HEADER`] names one, or retired and perhaps
 ///   to come again) waits as [`WAIT_HEADER`] says, then 404. An older or other step, epoch or lineage is 409 with
-///   "serving step X, asked for Y". Any other path, including one of an earlier life on the same port, is 400.
+///   "serving step X, asked for Y". Any other path, including one of an earlier incarnation on the same port, is 400.
 /// - `publish` and `retire` never wait for a reader (L29): readers of a retired snapshot go on with it while they stay
 ///   connected, and at most two such snapshots are kept for them.
 /// - Dropping it stops the thread without waiting.
@@ -182,7 +182,7 @@ impl HttpTransport {
         })
     }
 
-    /// The URL prefix that peers need for [`crate::fetch`]; it differs in every life of a server.
+    /// The URL prefix that peers need for [`crate::fetch`]; it differs in every incarnation of a server.
     pub fn metadata(&self) -> String {
         self.url.clone()
     }

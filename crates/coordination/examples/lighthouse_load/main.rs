@@ -250,7 +250,7 @@ fn member(load: &Load, i: usize, step: usize, last: u64, lineage: &Lineage) -> t
             0
         },
         lineage: lineage.as_str().to_string(),
-        life: load.ours.then(|| format!("{i}-1700000000000000000")),
+        incarnation: load.ours.then(|| format!("{i}-1700000000000000000")),
         ..torchft::QuorumMember::default()
     }
 }

@@ -60,7 +60,7 @@ impl LighthouseClient {
 
     /// Asks for a quorum with `member` in it and waits for it; heartbeats are sent meanwhile.
     ///
-    /// Errors: `Timeout` saying whom the lighthouse waits for, `Conflict` if a newer life replaced this one,
+    /// Errors: `Timeout` saying whom the lighthouse waits for, `Conflict` if a newer incarnation replaced this one,
     /// `Unavailable`, `InvalidArgument`.
     pub fn quorum(&self, member: &Member, deadline: Instant) -> Result<Quorum> {
         let (lighthouses, member) = (self.lighthouses.clone(), member.clone());

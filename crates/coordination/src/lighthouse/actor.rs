@@ -190,7 +190,7 @@ struct Actor {
     heartbeat_timeout: Duration,
     callers: Callers,
     /// Until then the end of a connection says nothing: its peer may have given it up while the lighthouse was away.
-    doubted_until: Option<Instant>,
+    discounted_until: Option<Instant>,
 }
 
 /// Starts the task on the present runtime. Who was not heard while the task itself did not run for longer than `away_after` is not blamed.
@@ -221,7 +221,7 @@ pub(crate) fn start(
         away_after,
         heartbeat_timeout,
         callers: Callers::default(),
-        doubted_until: None,
+        discounted_until: None,
     };
     let task = tokio::spawn(async move {
         while let Some((came, message)) = inbox.recv().await {
@@ -363,8 +363,8 @@ impl Actor {
             }
             Message::Read { line } => self.is_read(line).await,
             Message::Ended { line, by_peer } => {
-                let doubted = self.doubted_until.is_some_and(|until| self.now < until);
-                for id in self.callers.ended(line, by_peer && !doubted, self.now) {
+                let discounted = self.discounted_until.is_some_and(|until| self.now < until);
+                for id in self.callers.ended(line, by_peer && !discounted, self.now) {
                     self.state.set_connected(&id, false);
                 }
                 self.is_read(line).await;
@@ -409,7 +409,7 @@ impl Actor {
                 "this lighthouse did not run for a while; no member is blamed for heartbeats that it did not receive"
             );
             self.callers.forgive();
-            self.doubted_until = self.now.checked_add(self.heartbeat_timeout);
+            self.discounted_until = self.now.checked_add(self.heartbeat_timeout);
             self.apply(Event::Away { time }).await;
         }
     }

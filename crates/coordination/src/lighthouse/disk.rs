@@ -179,7 +179,7 @@ mod tests {
             closes: true,
             evicted: vec![Eviction {
                 replica_id: "c:1".into(),
-                life: "a process".into(),
+                incarnation: "a process".into(),
                 reason: "its host is repaired".into(),
             }],
         }

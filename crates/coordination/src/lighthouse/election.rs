@@ -33,7 +33,7 @@ const LOOK: Duration = Duration::from_millis(200);
 /// After the end of the stream, before the leader is asked what that means.
 const AGAIN: Duration = Duration::from_millis(20);
 /// How long one look at etcd may take before its failure is in the log.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIME_LIMIT: Duration = Duration::from_secs(5);
 /// How long connecting to the leader may take.
 const CONNECT: Duration = Duration::from_secs(1);
 
@@ -141,7 +141,7 @@ impl Election {
     async fn win(&mut self) -> Result<(Term, Option<Record>)> {
         let mut followed = None;
         loop {
-            let seen = self.seen(deadline_in(PATIENCE)).await?;
+            let seen = self.seen(deadline_in(TIME_LIMIT)).await?;
             if std::mem::take(&mut self.failing) {
                 tracing::info!("etcd answers again");
             }
@@ -180,7 +180,7 @@ impl Election {
     async fn changed(&self, revision: i64) -> Result<()> {
         loop {
             tokio::time::sleep(LOOK).await;
-            let seen = self.seen(deadline_in(PATIENCE)).await?;
+            let seen = self.seen(deadline_in(TIME_LIMIT)).await?;
             if seen.map(|s| s.revision) != Some(revision) {
                 return Ok(());
             }
@@ -189,7 +189,7 @@ impl Election {
 
     /// Takes the lead if the leader key still has `revision` (0: is not there). `None`: another lighthouse was faster.
     async fn replace(&self, revision: i64) -> Result<Option<(Term, Option<Record>)>> {
-        let lease = self.etcd.grant(TTL, deadline_in(PATIENCE)).await?;
+        let lease = self.etcd.grant(TTL, deadline_in(TIME_LIMIT)).await?;
         let value = serde_json::to_vec(&self.own)
             .map_err(|e| Error::new(ErrorKind::Internal, e.to_string()).with_source(e))?;
         let expected = [Expected {

@@ -283,7 +283,7 @@ mod tests {
             lineage: text("lineage", same),
             last_quorum_id: i64::from(same >> 4),
             last_world_size: u64::from(same >> 5),
-            life: text("life", own & 32),
+            incarnation: text("incarnation", own & 32),
             healed: own & 64 != 0,
             batches_committed: i64::from(same) * 3,
             joining: crate::wire::joining(u32::from(own & 3)),

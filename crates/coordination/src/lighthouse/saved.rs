@@ -26,7 +26,8 @@ struct Saved {
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct SavedEviction {
     replica_id: String,
-    life: String,
+    #[serde(alias = "life")]
+    incarnation: String,
     reason: String,
 }
 
@@ -45,7 +46,7 @@ pub(crate) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
             .iter()
             .map(|e| SavedEviction {
                 replica_id: e.replica_id.clone(),
-                life: e.life.clone(),
+                incarnation: e.incarnation.clone(),
                 reason: e.reason.clone(),
             })
             .collect(),
@@ -77,7 +78,7 @@ pub(crate) fn decode(text: &[u8], place: &str) -> Result<Record> {
             .into_iter()
             .map(|e| Eviction {
                 replica_id: e.replica_id,
-                life: e.life,
+                incarnation: e.incarnation,
                 reason: e.reason,
             })
             .collect(),

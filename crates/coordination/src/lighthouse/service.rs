@@ -22,7 +22,7 @@ use super::page;
 use super::reply::{Caller, Reply};
 use crate::serve::answer::{Answer, Answers, Asked, asked, message};
 use crate::serve::members::{by_the_operator, in_the_name_of, speaks_for};
-use crate::serve::{Line, News};
+use crate::serve::{Line, Report};
 use crate::wire::{
     MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, order_of, oxccl, status_of, torchft,
 };
@@ -59,7 +59,7 @@ fn check(member: &Member) -> Result<(), Status> {
     bounded("address", &member.address, MAX_TEXT)?;
     bounded("store_address", &member.store_address, MAX_TEXT)?;
     bounded("lineage", &member.lineage, MAX_TEXT)?;
-    bounded("life", &member.life, MAX_ID_BYTES)?;
+    bounded("incarnation", &member.incarnation, MAX_ID_BYTES)?;
     bounded("data", &member.data, MAX_DATA)
 }
 
@@ -81,10 +81,10 @@ impl Lighthouse {
             connection: Arc::downgrade(line),
             replica_id: replica_id.to_string(),
         });
-        line.tell(move |news| {
-            lighthouse.send(match news {
-                News::Read => Message::Read { line: number },
-                News::Ended { by_peer } => Message::Ended {
+        line.tell(move |report| {
+            lighthouse.send(match report {
+                Report::Read => Message::Read { line: number },
+                Report::Ended { by_peer } => Message::Ended {
                     line: number,
                     by_peer,
                 },

@@ -35,7 +35,7 @@ const GRACE: Duration = Duration::from_secs(1);
 /// How a manager server behaves.
 #[derive(Debug, Clone)]
 pub struct ManagerServerConfig {
-    /// The replica: `name:uuid`, another uuid in every life.
+    /// The replica: `name:uuid`, another uuid in every incarnation.
     pub replica_id: String,
     /// The lighthouse's URL, `http://host:port`. Of several lighthouses that share the job all, separated by commas; the leading one is found.
     pub lighthouse: String,
@@ -93,8 +93,8 @@ pub(crate) fn begin(
     lighthouses: Lighthouses,
     address: String,
 ) -> (Manager, Router) {
-    let life = format!("{}-{}", std::process::id(), clock::wall().as_nanos());
-    let uplink = Uplink::new(lighthouses, config, address, life);
+    let incarnation = format!("{}-{}", std::process::id(), clock::wall().as_nanos());
+    let uplink = Uplink::new(lighthouses, config, address, incarnation);
     let rules = ReplicaRules {
         replica_id: config.replica_id.clone(),
         world_size: config.world_size,

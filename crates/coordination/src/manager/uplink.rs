@@ -1,6 +1,6 @@
 //! The manager server's side of the talk with the lighthouse: the attach stream, heartbeats, quorum calls, reports.
 //!
-//! The open stream stands for the replica's life, with HTTP/2's pings both ways; heartbeats are sent only while there is none.
+//! The open stream stands for the replica's incarnation, with HTTP/2's pings both ways; heartbeats are sent only while there is none.
 //! The channel reconnects by itself; the stream is opened again with growing pauses. Of several lighthouses the leading one is looked for. A
 //! lighthouse that knows only torchft's services serves for everything but the pushes.
 
@@ -33,7 +33,7 @@ pub(crate) const TELL_FIRST: Duration = Duration::from_millis(500);
 /// For so long a leave that did not arrive is sent again. Longer would hold up every end of a run whose lighthouse has ended before.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
 
-/// The phases of a replica's life, as the background tasks see them.
+/// The phases of a replica's incarnation, as the background tasks see them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     /// No quorum was asked for yet: a replica that loads must not hold up others, so it sends no heartbeats.
@@ -74,14 +74,14 @@ impl Uplink {
         lighthouses: Lighthouses,
         config: &ManagerServerConfig,
         address: String,
-        life: String,
+        incarnation: String,
     ) -> Self {
         let own = Member {
             replica_id: config.replica_id.clone(),
             address,
             store_address: config.store_address.clone(),
             world_size: u64::from(config.world_size),
-            life,
+            incarnation,
             ..Member::default()
         };
         Self {
@@ -325,7 +325,7 @@ async fn heartbeats(uplink: Uplink) {
     let (mut attached, mut out) = (inner.attached.subscribe(), inner.out.subscribe());
     let mut beats = tokio::time::interval(inner.heartbeat_interval);
     beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let patience = (inner.heartbeat_interval * 10).max(Duration::from_secs(1));
+    let limit = (inner.heartbeat_interval * 10).max(Duration::from_secs(1));
     let mut failing = false;
     loop {
         tokio::select! {
@@ -344,7 +344,7 @@ async fn heartbeats(uplink: Uplink) {
         let beat = |channel, request| async move { torchft(channel).heartbeat(request).await };
         let answer = inner
             .lighthouses
-            .call("lighthouse.heartbeat", deadline_in(patience), message, beat)
+            .call("lighthouse.heartbeat", deadline_in(limit), message, beat)
             .await;
         match &answer {
             Ok(_) if failing => tracing::info!(

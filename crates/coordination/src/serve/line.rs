@@ -14,7 +14,7 @@ static NEXT: AtomicU64 = AtomicU64::new(1);
 
 /// What becomes of a connection, as its user is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum Report {
     /// All that had come when it was [asked for](Line::read) is with its handlers.
     Read,
     /// It has ended, by its peer unasked (as the kernel of a killed process does it) or not. Not told when the whole server closes.
@@ -24,7 +24,7 @@ pub(crate) enum News {
     },
 }
 
-type Told = Box<dyn Fn(News) + Send>;
+type Told = Box<dyn Fn(Report) + Send>;
 
 /// One connection, given to its requests.
 pub(crate) struct Line {
@@ -70,11 +70,11 @@ impl Line {
     }
 
     /// Who is told what becomes of the connection; the first one stays.
-    pub(crate) fn tell(&self, told: impl Fn(News) + Send + 'static) {
+    pub(crate) fn tell(&self, told: impl Fn(Report) + Send + 'static) {
         self.state().1.get_or_insert_with(|| Box::new(told));
     }
 
-    /// Asks for [`News::Read`].
+    /// Asks for [`Report::Read`].
     pub(crate) fn read(&self) {
         self.asked.notify_one();
     }
@@ -86,14 +86,14 @@ impl Line {
 
     pub(super) fn has_read(&self) {
         if let Some(told) = &self.state().1 {
-            told(News::Read);
+            told(Report::Read);
         }
     }
 
     pub(super) fn ended(&self, by_peer: bool) {
         let told = self.state().1.take();
         if let Some(told) = told {
-            told(News::Ended { by_peer });
+            told(Report::Ended { by_peer });
         }
     }
 }

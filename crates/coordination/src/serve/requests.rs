@@ -71,15 +71,15 @@ mod tests {
     use axum::http::{Request, Response};
 
     use super::super::answer::{Answer, Answers, Asked};
-    use super::super::{Closure, ConnectionLimits, Line, News, Served, Service, listen, runtime};
+    use super::super::{Closure, ConnectionLimits, Line, Report, Served, Service, listen, runtime};
 
-    const PATIENCE: Duration = Duration::from_secs(30);
+    const TIME_LIMIT: Duration = Duration::from_secs(30);
 
     /// What happened, in its order.
     #[derive(Debug, PartialEq)]
     enum Seen {
         Request(String),
-        News(News),
+        Report(Report),
     }
 
     struct Recorder {
@@ -95,7 +95,7 @@ mod tests {
         ) -> Response<Answer> {
             let _ = self.seen.send(Seen::Request(request.uri().path().to_owned()));
             let seen = self.seen.clone();
-            line.tell(move |news| drop(seen.send(Seen::News(news))));
+            line.tell(move |report| drop(seen.send(Seen::Report(report))));
             let _ = self.line.send(line);
             Response::new(Answer::default())
         }
@@ -129,9 +129,9 @@ mod tests {
         stream
             .write_all(&[greeting, request(1, "/first")].concat())
             .unwrap();
-        let line = lines.recv_timeout(PATIENCE).unwrap();
+        let line = lines.recv_timeout(TIME_LIMIT).unwrap();
         assert_eq!(
-            happened.recv_timeout(PATIENCE),
+            happened.recv_timeout(TIME_LIMIT),
             Ok(Seen::Request("/first".into()))
         );
         let mut number = 1;
@@ -141,19 +141,19 @@ mod tests {
             let (free, until) = mpsc::channel::<()>();
             service.handle().unwrap().spawn(async move {
                 busy.send(()).unwrap();
-                let _ = until.recv_timeout(PATIENCE);
+                let _ = until.recv_timeout(TIME_LIMIT);
             });
-            is_busy.recv_timeout(PATIENCE).unwrap();
+            is_busy.recv_timeout(TIME_LIMIT).unwrap();
             number += 2;
             stream.write_all(&request(number, "/later")).unwrap();
             line.read();
             drop(free);
-            let later = happened.recv_timeout(PATIENCE);
+            let later = happened.recv_timeout(TIME_LIMIT);
             assert_eq!(later, Ok(Seen::Request("/later".into())), "round {round}");
-            assert_eq!(happened.recv_timeout(PATIENCE), Ok(Seen::News(News::Read)));
+            assert_eq!(happened.recv_timeout(TIME_LIMIT), Ok(Seen::Report(Report::Read)));
         }
         drop(stream);
-        let ended = happened.recv_timeout(PATIENCE);
-        assert_eq!(ended, Ok(Seen::News(News::Ended { by_peer: true })));
+        let ended = happened.recv_timeout(TIME_LIMIT);
+        assert_eq!(ended, Ok(Seen::Report(Report::Ended { by_peer: true })));
     }
 }

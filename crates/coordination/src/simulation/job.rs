@@ -226,7 +226,7 @@ pub(super) fn run(scenario: &Scenario) -> Outcome {
     let outcome = runtime.block_on(async {
         set_wall(Some(Duration::from_secs(WALL)));
         let job = Arc::new(Job::new(scenario.clone()));
-        job.lives().await;
+        job.keep_going().await;
         let mut state = job.state();
         Outcome {
             violation: state.violation.take(),
@@ -308,7 +308,7 @@ impl Job {
         self.groups.withdraw(replica, group_rank);
     }
 
-    async fn lives(self: &Arc<Self>) {
+    async fn keep_going(self: &Arc<Self>) {
         let disk = Plate::default();
         let lighthouse = Arc::new(Mutex::new(Some(start_lighthouse(self, &disk))));
         for slot in 0..self.scenario.replicas {

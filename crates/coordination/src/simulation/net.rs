@@ -53,19 +53,19 @@ impl Default for State {
 /// What is there under a name.
 #[derive(Debug, Default)]
 struct At {
-    life: u64,
+    incarnation: u64,
     up: bool,
     /// Its kernel answers.
     answers: bool,
     listener: Option<mpsc::UnboundedSender<(End, SocketAddr)>>,
 }
 
-/// One life of a host, for what runs on it.
+/// One incarnation of a host, for what runs on it.
 #[derive(Debug, Clone)]
 pub(crate) struct Host {
     net: Arc<Net>,
     name: Arc<str>,
-    life: u64,
+    incarnation: u64,
 }
 
 impl Net {
@@ -81,16 +81,16 @@ impl Net {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a host. Connections of an earlier life are unknown to it.
+    /// Starts a host. Connections of an earlier incarnation are unknown to it.
     pub(super) fn start(self: &Arc<Self>, name: &str) -> Host {
         let mut state = self.state();
         let at = state.hosts.entry(name.to_string()).or_default();
-        at.life += 1;
+        at.incarnation += 1;
         (at.up, at.answers) = (true, true);
         let host = Host {
             net: self.clone(),
             name: name.into(),
-            life: at.life,
+            incarnation: at.incarnation,
         };
         for pipe in state.pipes().filter(|pipe| pipe.is_of(name)) {
             pipe.lose();
@@ -187,7 +187,7 @@ impl Host {
         state
             .hosts
             .get(self.name())
-            .is_some_and(|at| at.up && at.life == self.life)
+            .is_some_and(|at| at.up && at.incarnation == self.incarnation)
     }
 
     pub(super) fn listen(&self) -> Listener {
@@ -224,7 +224,7 @@ impl Host {
         let to = Self {
             net: self.net.clone(),
             name: name.into(),
-            life: at.life,
+            incarnation: at.incarnation,
         };
         state.forget_closed();
         let number = state.connections.len() as u16;

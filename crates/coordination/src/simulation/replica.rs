@@ -70,7 +70,7 @@ pub(super) fn start_lighthouse(job: &Job, disk: &Plate) -> impl Send + use<> {
     (serves(host.listen(), routes, limits), keeps)
 }
 
-/// The present life of a replica, for the faults.
+/// The present incarnation of a replica, for the faults.
 #[derive(Debug, Default)]
 pub(super) struct Running {
     ranks: Vec<tokio::task::AbortHandle>,
@@ -98,11 +98,11 @@ impl Running {
     }
 }
 
-/// The lives of one replica.
+/// The incarnations of one replica.
 pub(super) async fn live(job: Arc<Job>, slot: usize, mut random: Random) {
-    for life in 1.. {
+    for incarnation in 1.. {
         tokio::time::sleep(random.millis(0..1500)).await;
-        let replica = format!("r{slot}:{life}");
+        let replica = format!("r{slot}:{incarnation}");
         job.note(|| format!("{replica} starts"));
         if let Err(error) = run(&job, slot, &replica, &mut random).await {
             job.violate(format!("{replica} cannot start: {error}"));
@@ -198,7 +198,7 @@ async fn first_end(tasks: &mut [JoinHandle<ftcore::Result<()>>]) -> String {
     .await
 }
 
-/// The first life of a replica differs from seed to seed.
+/// The first incarnation of a replica differs from seed to seed.
 pub(super) fn random_of(seed: u64, slot: usize) -> Random {
     Random::new(mix(seed) ^ slot as u64)
 }

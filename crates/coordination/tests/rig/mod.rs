@@ -18,10 +18,10 @@ use oxccl_coordination::{
 };
 
 /// Generous: only a hang reaches it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const TIME_LIMIT: Duration = Duration::from_secs(30);
 
 pub(crate) fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + TIME_LIMIT
 }
 
 /// Deaths must be noticed by evidence: heartbeats are too slow to help.
@@ -101,7 +101,7 @@ impl Replica {
     /// The next abort of `epoch`.
     pub(crate) fn abort_of(&self, epoch: i64) -> (String, Vec<String>) {
         loop {
-            match self.events.recv_timeout(PATIENCE).expect("no abort came") {
+            match self.events.recv_timeout(TIME_LIMIT).expect("no abort came") {
                 PushEvent::AbortEpoch {
                     quorum_id,
                     reason,

@@ -162,7 +162,7 @@ struct Entry<J> {
 }
 
 /// What is said outside the lock.
-enum News {
+enum Outgoing {
     Succeed(Completer, Completion),
     Fail(Completer, Error, Vec<Tensor>),
     Return(Completer, Error, Later),
@@ -176,8 +176,8 @@ type Later = Box<dyn FnOnce() -> Vec<Tensor> + Send>;
 struct State<J> {
     machine: Machine<Error>,
     entries: HashMap<u64, Entry<J>>,
-    news: VecDeque<News>,
-    /// A thread is emptying `news`.
+    outgoing: VecDeque<Outgoing>,
+    /// A thread is emptying `outgoing`.
     telling: bool,
     /// What callers carry out themselves.
     carried: Vec<(u64, Label)>,
@@ -232,7 +232,7 @@ impl<D: Driver> Engine<D> {
             state: Mutex::new(State {
                 machine: Machine::new(rules, D::OVERTIME),
                 entries: HashMap::new(),
-                news: VecDeque::new(),
+                outgoing: VecDeque::new(),
                 telling: false,
                 carried: Vec::new(),
                 waiting: 0,
@@ -557,10 +557,10 @@ impl<D: Driver> Engine<D> {
     fn tell<'a>(&'a self, mut state: MutexGuard<'a, State<D::Job>>) {
         let failure = state.machine.failure().cloned();
         for action in state.machine.take_actions() {
-            let news = match (action, &failure) {
-                (Action::Interrupt, Some(failure)) => Some(News::Interrupt(failure.clone())),
+            let outgoing = match (action, &failure) {
+                (Action::Interrupt, Some(failure)) => Some(Outgoing::Interrupt(failure.clone())),
                 (Action::Interrupt, None) => None,
-                (Action::GiveUp, _) => Some(News::GiveUp),
+                (Action::GiveUp, _) => Some(Outgoing::GiveUp),
                 (Action::Tell(number), _) => state.entries.remove(&number).and_then(Entry::answer),
                 (Action::Fail(number), Some(failure)) => state
                     .entries
@@ -568,7 +568,7 @@ impl<D: Driver> Engine<D> {
                     .map(|entry| entry.end(failure.clone())),
                 (Action::Fail(_), None) => None,
             };
-            state.news.extend(news);
+            state.outgoing.extend(outgoing);
         }
         // Only then has it changed, and looking for it costs as much as there is in flight.
         if let Some(at) = failure.and_then(|_| state.machine.wake_at()) {
@@ -576,10 +576,10 @@ impl<D: Driver> Engine<D> {
             let _ = self.arm(&mut state, at);
         }
         if !std::mem::replace(&mut state.telling, true) {
-            while let Some(news) = state.news.pop_front() {
+            while let Some(outgoing) = state.outgoing.pop_front() {
                 drop(state);
                 // A callback that panics must not keep the others from being told.
-                let said = catch_unwind(AssertUnwindSafe(|| self.say(news)));
+                let said = catch_unwind(AssertUnwindSafe(|| self.say(outgoing)));
                 if said.is_err() {
                     tracing::error!(
                         rank = self.place.rank,
@@ -593,18 +593,18 @@ impl<D: Driver> Engine<D> {
         self.wake(state);
     }
 
-    fn say(&self, news: News) {
-        match news {
-            News::Succeed(completer, completion) => completer.succeed(completion),
-            News::Fail(completer, error, tensors) => completer.fail(error, tensors),
-            News::Return(completer, error, job) => completer.fail(error, job()),
-            News::Interrupt(failure) => {
+    fn say(&self, outgoing: Outgoing) {
+        match outgoing {
+            Outgoing::Succeed(completer, completion) => completer.succeed(completion),
+            Outgoing::Fail(completer, error, tensors) => completer.fail(error, tensors),
+            Outgoing::Return(completer, error, job) => completer.fail(error, job()),
+            Outgoing::Interrupt(failure) => {
                 tracing::debug!(error = %failure, rank = self.place.rank, epoch = self.place.epoch, "the group failed");
                 if let Some(engine) = self.me.upgrade() {
                     self.driver.interrupt(&failure, Ended::new(engine));
                 }
             }
-            News::GiveUp => self.driver.give_up(),
+            Outgoing::GiveUp => self.driver.give_up(),
         }
     }
 
@@ -720,20 +720,20 @@ impl<D: Driver> Engine<D> {
 
 impl<J: Job> Entry<J> {
     /// The driver's own answer.
-    fn answer(self) -> Option<News> {
+    fn answer(self) -> Option<Outgoing> {
         Some(match self.outcome? {
-            Outcome::Succeeded(completion) => News::Succeed(self.completer, completion),
+            Outcome::Succeeded(completion) => Outgoing::Succeed(self.completer, completion),
             Outcome::Refused(error, tensors) | Outcome::Fatal(error, tensors) => {
-                News::Fail(self.completer, error, tensors)
+                Outgoing::Fail(self.completer, error, tensors)
             }
         })
     }
 
     /// The group's failure, with the memory that is here.
-    fn end(self, failure: Error) -> News {
+    fn end(self, failure: Error) -> Outgoing {
         let tensors = match (self.job, self.outcome) {
             (Some(job), _) => {
-                return News::Return(
+                return Outgoing::Return(
                     self.completer,
                     failure,
                     Box::new(move || job.into_op().into_tensors()),
@@ -743,7 +743,7 @@ impl<J: Job> Entry<J> {
             (None, Some(Outcome::Refused(_, tensors) | Outcome::Fatal(_, tensors))) => tensors,
             (None, None) => Vec::new(),
         };
-        News::Fail(self.completer, failure, tensors)
+        Outgoing::Fail(self.completer, failure, tensors)
     }
 }
 

@@ -122,7 +122,7 @@ pub(super) fn after_failure(why: &str) {
             drop(written);
         });
     match spawned {
-        Ok(_) => lifecycle::part_from(end),
+        Ok(_) => lifecycle::leave_at_exit(end),
         Err(error) => {
             STATE.store(IDLE, Ordering::Release);
             tracing::warn!(%error, "a group has failed, and there is no thread to write what it did last");

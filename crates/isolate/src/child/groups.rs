@@ -13,7 +13,7 @@ use ftcore::{
 };
 
 use crate::channel::send;
-use crate::child::reading::Seat;
+use crate::child::reading::BusyReader;
 use crate::crossing::Arrival;
 use crate::shm::{Mapping, foreign};
 use crate::store::proxy::{Line, ProxyStore};
@@ -23,7 +23,7 @@ use crate::wire::{odd, op};
 /// How often failures that no operation has seen are looked for. INV-2 gives them 100 ms.
 const WATCH: Duration = Duration::from_millis(20);
 /// A parent that has not read a report for this long is stopped or stuck; this process then ends.
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIME_LIMIT: Duration = Duration::from_secs(600);
 
 /// The way back to the parent, for all threads.
 pub(crate) struct Reporter {
@@ -68,7 +68,7 @@ impl Reporter {
 }
 
 fn tell(socket: &OwnedFd, report: &Report) -> Result<()> {
-    send(socket, &report.encode()?, &[], deadline_in(PATIENCE))
+    send(socket, &report.encode()?, &[], deadline_in(TIME_LIMIT))
 }
 
 /// No epoch that a group has.
@@ -132,7 +132,7 @@ pub(crate) struct Groups {
     segments: Mutex<HashMap<u32, Held>>,
     /// With device memory: how it is opened, and which device.
     crossing: Option<(Arc<dyn Crossing>, Device)>,
-    pub(crate) seat: Mutex<Seat>,
+    pub(crate) busy_reader: Mutex<BusyReader>,
 }
 
 impl Groups {
@@ -148,7 +148,7 @@ impl Groups {
             members: Mutex::new([(0, Member::new(first.into()))].into()),
             segments: Mutex::default(),
             crossing,
-            seat: Mutex::default(),
+            busy_reader: Mutex::default(),
         });
         let weak = Arc::downgrade(&groups);
         spawn("ox-iwatch", move || {

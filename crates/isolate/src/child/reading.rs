@@ -1,5 +1,5 @@
 //! Who reads the parent's orders. An operation that the parent waits for runs on the reading thread itself where the backend
-//! can; if that takes long, the watch thread puts another reader into the seat, so that orders (an abort above all) are heard.
+//! can; if that takes long, the watch thread puts another reader in its place, so that orders (an abort above all) are heard.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const BUSY: Duration = Duration::from_millis(5);
 
 /// Where a reader leaves the socket while it runs an operation.
 #[derive(Default)]
-pub(crate) struct Seat(Option<(Receiver, Instant)>);
+pub(crate) struct BusyReader(Option<(Receiver, Instant)>);
 
 /// Reads until the parent lets go; then the process may end. A reader that was replaced does not return.
 pub(crate) fn follow(receiver: Receiver, groups: &Arc<Groups>) -> Result<()> {
@@ -33,7 +33,7 @@ pub(crate) fn follow(receiver: Receiver, groups: &Arc<Groups>) -> Result<()> {
 
 /// True when the parent let go, false when another thread reads.
 fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
-    let seat = || groups.seat.lock().unwrap_or_else(PoisonError::into_inner);
+    let busy_reader = || groups.busy_reader.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
         while let Some(body) = receiver.next()? {
             match Order::decode(body)? {
@@ -45,9 +45,9 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                         groups.submit(ready);
                         continue;
                     }
-                    seat().0 = Some((receiver, Instant::now()));
+                    busy_reader().0 = Some((receiver, Instant::now()));
                     groups.execute(ready);
-                    let back = seat().0.take();
+                    let back = busy_reader().0.take();
                     match back {
                         Some((back, _)) => receiver = back,
                         None => return Ok(false),
@@ -87,14 +87,18 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
 
 /// Replaces a reader that is busy. Called by the watch thread.
 pub(crate) fn take_over(groups: &Arc<Groups>) {
-    let mut seat = groups.seat.lock().unwrap_or_else(PoisonError::into_inner);
-    if seat.0.as_ref().is_none_or(|(_, since)| since.elapsed() <= BUSY) {
+    let mut busy_reader = groups.busy_reader.lock().unwrap_or_else(PoisonError::into_inner);
+    if busy_reader
+        .0
+        .as_ref()
+        .is_none_or(|(_, since)| since.elapsed() <= BUSY)
+    {
         return;
     }
-    let Some((receiver, _)) = seat.0.take() else {
+    let Some((receiver, _)) = busy_reader.0.take() else {
         return;
     };
-    drop(seat);
+    drop(busy_reader);
     let groups = groups.clone();
     let started = spawn("ox-iread", move || {
         let code = match read(receiver, &groups) {

@@ -57,7 +57,7 @@ struct Far(Arc<dyn Store>);
 const FAR: Duration = Duration::from_millis(90);
 
 fn travel(key: &str) {
-    if key.ends_with("/news") || key.ends_with("/left") {
+    if key.ends_with("/failure") || key.ends_with("/left") {
         std::thread::sleep(FAR);
     }
 }
@@ -276,7 +276,7 @@ fn last_words_of_a_library() {
     }
 }
 
-/// The end of rank 0's process is seen at once; the thread that waits for news returns later than such a rank is waited for.
+/// The end of rank 0's process is seen at once; the thread that waits for notice returns later than such a rank is waited for.
 fn words_behind_the_end() {
     let scenes = [
         ("library: dropped busy", "the group was dropped"),

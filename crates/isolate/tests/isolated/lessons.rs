@@ -485,7 +485,7 @@ fn noise() {
     }
     let pid = group.child_pid().unwrap();
     kill(pid);
-    eventually("the news", || group.error().is_some());
+    eventually("the notice", || group.error().is_some());
     let text = group.error().unwrap().to_string();
     assert!(text.contains("noise 1999 on std"), "{text}");
     assert!(text.lines().count() <= 30, "{text}");

@@ -1,4 +1,4 @@
-//! A library reports that rank 0 is lost, and its rank has heard nothing of why: the thread that waits for news has not had its turn, and rank 0
+//! A library reports that rank 0 is lost, and its rank has heard nothing of why: the thread that waits for notice has not had its turn, and rank 0
 //! is on another host, so that no rank sees its child. What the store has of it counts, and a store that does not say holds no rank up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,9 +32,9 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ),
 ];
 
-/// What the store says to the one who asks for news.
+/// What the store says to the one who asks for notice.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum News {
+enum Notice {
     Answered,
     Refused,
     /// Not before the asker has given up.
@@ -42,20 +42,20 @@ enum News {
 }
 
 /// A rank's way to the store, and what happens when it says why it ends, just before that is there.
-struct Remote(Arc<InMemoryStore>, News, Box<dyn Fn() + Send + Sync>);
+struct Remote(Arc<InMemoryStore>, Notice, Box<dyn Fn() + Send + Sync>);
 
-fn is_news(key: &str) -> bool {
-    key.ends_with("/news")
+fn is_notice(key: &str) -> bool {
+    key.ends_with("/failure")
 }
 
 impl Remote {
     fn ask(&self, key: &str, op: &'static str, deadline: Instant) -> Result<()> {
         match self.1 {
-            News::Refused if is_news(key) => {
+            Notice::Refused if is_notice(key) => {
                 let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
                 Err(Error::new(ErrorKind::Unavailable, "no server is there").with_source(refused))
             }
-            News::Late if is_news(key) => {
+            Notice::Late if is_notice(key) => {
                 self.0.set("heard", b"", deadline)?;
                 std::thread::sleep(ftcore::time_left(deadline));
                 Err(Error::timeout("the server did not answer").with_op(op))
@@ -77,7 +77,7 @@ impl Store for Remote {
         self.0.add(key, amount, deadline)
     }
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
-        if is_news(key) {
+        if is_notice(key) {
             (self.2)();
         }
         self.0.compare_set(key, expected, desired, deadline)
@@ -91,7 +91,7 @@ impl Store for Remote {
         // Never heard in time.
         let keys: Vec<&str> = keys
             .iter()
-            .map(|&key| if is_news(key) { "never" } else { key })
+            .map(|&key| if is_notice(key) { "never" } else { key })
             .collect();
         self.0.wait(&keys, deadline)
     }
@@ -137,7 +137,7 @@ const WAYS: [Way; 4] = [Way::Blocking, Way::Pending, Way::Part, Way::Idle];
 fn heard(
     orders: &str,
     way: Way,
-    news: News,
+    notice: Notice,
     act: impl FnOnce(&IsolatedGroup, &InMemoryStore),
 ) -> (Error, Error) {
     let store = Arc::new(InMemoryStore::new());
@@ -145,7 +145,7 @@ fn heard(
         let other = scope.spawn(|| {
             let group = IsolatedGroup::new(odd(orders)).unwrap();
             let mut configuration = configuration(&store, 1, 1, 2);
-            configuration.store = Arc::new(Remote(store.clone(), news, Box::new(|| {})));
+            configuration.store = Arc::new(Remote(store.clone(), notice, Box::new(|| {})));
             group.configure(configuration).unwrap();
             let tensor = || Tensor::zeros(DType::U8, 1);
             let begin = |group: &dyn ProcessGroup| group.all_reduce(tensor(), ReduceOp::Sum).unwrap();
@@ -200,10 +200,10 @@ fn orders_of(way: Way) -> &'static str {
 
 fn explained() {
     for way in WAYS {
-        let (own, failure) = heard(orders_of(way), way, News::Answered, |group, store| {
+        let (own, failure) = heard(orders_of(way), way, Notice::Answered, |group, store| {
             group.abort("it ends");
             eventually("rank 0's word", || {
-                store.list(soon()).unwrap().iter().any(|key| is_news(key))
+                store.list(soon()).unwrap().iter().any(|key| is_notice(key))
             });
         });
         for error in [own, failure] {
@@ -215,28 +215,28 @@ fn explained() {
 
 fn unexplained() {
     for way in WAYS {
-        for news in [News::Answered, News::Refused, News::Late] {
+        for notice in [Notice::Answered, Notice::Refused, Notice::Late] {
             let begun = Instant::now();
-            let (own, failure) = heard(orders_of(way), way, news, |_, _| {});
+            let (own, failure) = heard(orders_of(way), way, notice, |_, _| {});
             for error in [own, failure] {
                 assert_eq!(
                     (error.kind(), error.context().peer),
                     (ErrorKind::PeerLost, Some(0)),
-                    "{way:?}, {news:?}: {error}"
+                    "{way:?}, {notice:?}: {error}"
                 );
                 assert!(
                     error.to_string().contains("closed the connection"),
-                    "{way:?}, {news:?}: {error}"
+                    "{way:?}, {notice:?}: {error}"
                 );
             }
             // Two children start in it, and the operation's own deadline is a minute away or more.
-            assert!(begun.elapsed() < Duration::from_secs(20), "{way:?}, {news:?}");
+            assert!(begun.elapsed() < Duration::from_secs(20), "{way:?}, {notice:?}");
         }
     }
 }
 
 fn ended_meanwhile() {
-    let (own, _) = heard("lose and exit", Way::Pending, News::Late, |_, _| {});
+    let (own, _) = heard("lose and exit", Way::Pending, Notice::Late, |_, _| {});
     assert_eq!(own.kind(), ErrorKind::PeerLost, "{own}");
 }
 
@@ -265,7 +265,7 @@ fn said_first() {
             };
             let group = IsolatedGroup::new(odd("hang")).unwrap();
             let mut configuration = configuration(&store, 1, 0, 2);
-            configuration.store = Arc::new(Remote(store.clone(), News::Answered, Box::new(look)));
+            configuration.store = Arc::new(Remote(store.clone(), Notice::Answered, Box::new(look)));
             group.configure(configuration).unwrap();
             child.store(group.child_pid().unwrap(), Ordering::SeqCst);
             let work = group

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::{Label, Place};
-use ftcore::lifecycle::{Lifecycle, part_from};
+use ftcore::lifecycle::{Lifecycle, leave_at_exit};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Device, Epoch, Error, Failed, GroupInfo, ProcessGroup,
     Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, execute_by_submit,
@@ -385,6 +385,6 @@ impl Drop for PluginGroup {
     fn drop(&mut self) {
         // The engine's threads may be the last to let go of the plugin's group, which has its leave to send.
         let closed = self.closed.get_mut().unwrap_or_else(PoisonError::into_inner);
-        closed.take().into_iter().for_each(part_from);
+        closed.take().into_iter().for_each(leave_at_exit);
     }
 }

@@ -11,7 +11,7 @@ use oxccl_plugin::{load, load_within};
 use crate::{Outcome, build, ensure, header, text, trial, trial_in_c};
 
 /// Enough for a child on a busy machine; hangs are given less.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn fault(number: u32) -> Outcome<PathBuf> {
     let source = build::root().join("fixtures/c/faulty.c");
@@ -32,9 +32,9 @@ fn is_open_here(path: &Path) -> Outcome<bool> {
 }
 
 /// The reason for which the plugin is refused.
-fn refused(number: u32, patience: Duration) -> Outcome<Unavailable> {
+fn refused(number: u32, limit: Duration) -> Outcome<Unavailable> {
     let path = fault(number)?;
-    let error = match load_within(&path, patience) {
+    let error = match load_within(&path, limit) {
         Ok(opened) => return Err(format!("{opened:?} was opened")),
         Err(error) => error,
     };
@@ -45,7 +45,7 @@ fn refused(number: u32, patience: Duration) -> Outcome<Unavailable> {
         path.display()
     );
     // The second time is answered from memory, with the same words.
-    let again = load_within(&path, patience).err().map(|e| e.to_string());
+    let again = load_within(&path, limit).err().map(|e| e.to_string());
     ensure!(again == Some(error.to_string()), "{again:?} after {error}");
     Unavailable::of(&error)
         .cloned()
@@ -54,7 +54,7 @@ fn refused(number: u32, patience: Duration) -> Outcome<Unavailable> {
 
 fn refused_with(name: &str, number: u32, wanted: impl Fn(&Unavailable) -> bool + Send + 'static) -> Trial {
     trial_in_c(&format!("faulty::{name}"), move || {
-        let reason = refused(number, PATIENCE)?;
+        let reason = refused(number, TIME_LIMIT)?;
         ensure!(wanted(&reason), "{reason:?}");
         Ok(())
     })

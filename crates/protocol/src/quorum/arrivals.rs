@@ -76,7 +76,7 @@ impl LighthouseState {
         if let Some(new) = self.replaced.by.get(id) {
             return Err(Error::new(
                 ErrorKind::Conflict,
-                format!("replica {id} was replaced by {new}, a newer life of the same name"),
+                format!("replica {id} was replaced by {new}, a newer incarnation of the same name"),
             ));
         }
         let counted = self.roster.len().saturating_sub(self.roster.tally().announced);
@@ -111,7 +111,7 @@ impl LighthouseState {
             return;
         }
         self.recent.is_back(&id);
-        self.drop_older_lives(&id, actions);
+        self.drop_older_incarnations(&id, actions);
         self.first_asked.get_or_insert(now);
         self.hear(&member);
         let newest = self
@@ -174,14 +174,14 @@ impl LighthouseState {
     }
 
     /// Two incarnations of one name cannot both be alive: the one that comes later is the replica, the other is dead.
-    fn drop_older_lives(&mut self, id: &str, actions: &mut Vec<Action>) {
-        let mut older = self.roster.lives(id);
+    fn drop_older_incarnations(&mut self, id: &str, actions: &mut Vec<Action>) {
+        let mut older = self.roster.incarnations(id);
         older.retain(|o| o.as_ref() != id && !self.replaced.by.contains_key(o));
         for old in older {
             self.roster.update(&old, |entry| entry.stream = None);
             self.depart(
                 &old,
-                &format!("{id}, a newer life of the same name, came"),
+                &format!("{id}, a newer incarnation of the same name, came"),
                 actions,
             );
             self.replaced.remember(old, id.into());

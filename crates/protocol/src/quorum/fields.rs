@@ -8,7 +8,7 @@ use ftcore::{Error, Result};
 use super::cut;
 use crate::member::{MAX_ID_BYTES, Member};
 
-/// The longest host name, lineage and life, in bytes.
+/// The longest host name, lineage and incarnation, in bytes.
 const MAX_TEXT: usize = 256;
 /// The longest `data` of a member, in bytes: quorums repeat it for every member.
 const MAX_DATA: usize = 16 * 1024;
@@ -62,7 +62,7 @@ pub(super) fn check(member: &Member) -> Result<()> {
     }
     for (field, text, most) in [
         ("lineage", &member.lineage, MAX_TEXT),
-        ("life", &member.life, MAX_TEXT),
+        ("incarnation", &member.incarnation, MAX_TEXT),
         ("data", &member.data, MAX_DATA),
     ] {
         if text.len() > most {

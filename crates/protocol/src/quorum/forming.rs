@@ -254,7 +254,7 @@ impl LighthouseState {
             a.replica_id == b.replica_id
                 && a.address == b.address
                 && a.store_address == b.store_address
-                && a.life == b.life
+                && a.incarnation == b.incarnation
         };
         self.aborted.is_some()
             || previous.participants.len() != participants.len()

@@ -54,19 +54,23 @@ impl Order {
 /// Replicas that were evicted, each with the process that it was then.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Evicted {
-    lives: BTreeMap<Id, (String, Order)>,
+    incarnations: BTreeMap<Id, (String, Order)>,
     oldest_first: VecDeque<Id>,
 }
 
 impl Evicted {
-    fn remember(&mut self, id: Id, life: String, order: Order) {
-        if self.lives.insert(id.clone(), (life, order)).is_none() {
+    fn remember(&mut self, id: Id, incarnation: String, order: Order) {
+        if self
+            .incarnations
+            .insert(id.clone(), (incarnation, order))
+            .is_none()
+        {
             self.oldest_first.push_back(id);
         }
         if self.oldest_first.len() > MAX_REPLACED
             && let Some(oldest) = self.oldest_first.pop_front()
         {
-            self.lives.remove(&oldest);
+            self.incarnations.remove(&oldest);
         }
     }
 
@@ -75,12 +79,12 @@ impl Evicted {
         let mut evicted = Self::default();
         for Eviction {
             replica_id,
-            life,
+            incarnation,
             reason,
         } in evictions
         {
             let kind = OrderKind::Evict;
-            evicted.remember(replica_id.as_str().into(), life, Order { kind, reason });
+            evicted.remember(replica_id.as_str().into(), incarnation, Order { kind, reason });
         }
         evicted
     }
@@ -89,10 +93,10 @@ impl Evicted {
     pub(super) fn recorded(&self) -> Vec<Eviction> {
         let older = self.oldest_first.len().saturating_sub(MAX_RECORDED);
         let known = self.oldest_first.iter().skip(older).filter_map(|id| {
-            let (life, order) = self.lives.get(id)?;
+            let (incarnation, order) = self.incarnations.get(id)?;
             Some(Eviction {
                 replica_id: id.to_string(),
-                life: life.clone(),
+                incarnation: incarnation.clone(),
                 reason: order.reason.clone(),
             })
         });
@@ -101,33 +105,33 @@ impl Evicted {
 
     /// Errors: `Conflict` for one that was evicted.
     pub(super) fn check(&self, id: &str) -> Result<(), Error> {
-        match self.lives.get(id) {
+        match self.incarnations.get(id) {
             Some((_, order)) => Err(refusal(id, order)),
             None => Ok(()),
         }
     }
 
     pub(super) fn contains(&self, id: &str) -> bool {
-        self.lives.contains_key(id)
+        self.incarnations.contains_key(id)
     }
 
     /// Who they are, and what the operator said.
     pub(super) fn list(&self) -> impl Iterator<Item = (String, String)> {
         let one = |(id, (_, order)): (&Id, &(String, Order))| (id.to_string(), order.reason.clone());
-        self.lives.iter().map(one)
+        self.incarnations.iter().map(one)
     }
 
     /// One that was started again under the same id is another one. If the evicted one had not asked by then, the first to ask is taken for it: its
     /// call may have been under way.
     pub(super) fn started_again(&mut self, member: &Member) {
         let id = member.replica_id.as_str();
-        let Some((life, _)) = self.lives.get_mut(id) else {
+        let Some((incarnation, _)) = self.incarnations.get_mut(id) else {
             return;
         };
-        if life.is_empty() {
-            life.clone_from(&member.life);
-        } else if *life != member.life {
-            self.lives.remove(id);
+        if incarnation.is_empty() {
+            incarnation.clone_from(&member.incarnation);
+        } else if *incarnation != member.incarnation {
+            self.incarnations.remove(id);
             self.oldest_first.retain(|old| old.as_ref() != id);
         }
     }
@@ -190,12 +194,12 @@ impl LighthouseState {
     fn evict(&mut self, id: &Id, order: Order, actions: &mut Vec<Action>) {
         let present = self.previous.as_ref();
         let known = present.and_then(|q| q.participants.iter().find(|m| m.replica_id == id.as_ref()));
-        let known = known.map(|m| m.life.clone());
+        let known = known.map(|m| m.incarnation.clone());
         let waiting = self.roster.update(id, |entry| {
             (entry.stream, entry.coming) = (None, None);
             entry.waiting.take()
         });
-        let life = waiting.as_ref().map(|w| w.member.life.clone()).or(known);
+        let incarnation = waiting.as_ref().map(|w| w.member.incarnation.clone()).or(known);
         if let Some(w) = waiting {
             let error = refusal(id, &order);
             actions.push(Action::Reject {
@@ -204,7 +208,8 @@ impl LighthouseState {
             });
         }
         self.depart(id, &order.told(), actions);
-        self.evicted.remember(id.clone(), life.unwrap_or_default(), order);
+        self.evicted
+            .remember(id.clone(), incarnation.unwrap_or_default(), order);
     }
 
     /// The ids of those that `replica` names and that are not known to be gone. Errors: `NotFound`.
@@ -323,8 +328,8 @@ mod tests {
 
     #[test]
     fn an_eviction_outlives_a_restart_of_the_lighthouse_and_is_saved_before_the_operator_hears_of_it() {
-        let of = |life: &str| Member {
-            life: life.into(),
+        let of = |incarnation: &str| Member {
+            incarnation: incarnation.into(),
             ..member("b")
         };
         let mut sim = Sim::new(rules(1));
@@ -362,8 +367,8 @@ mod tests {
         let mut sim = Sim::new(rules(1));
         sim.attach("a:1", 1);
         operate(&mut sim, OrderKind::Evict, "a");
-        let of = |life: &str| Member {
-            life: life.into(),
+        let of = |incarnation: &str| Member {
+            incarnation: incarnation.into(),
             ..member("a:1")
         };
         for _ in 0..2 {
@@ -377,8 +382,8 @@ mod tests {
 
     #[test]
     fn a_replica_that_is_started_again_under_the_same_id_is_not_the_one_that_was_evicted() {
-        let of = |life: &str| Member {
-            life: life.into(),
+        let of = |incarnation: &str| Member {
+            incarnation: incarnation.into(),
             ..member("b")
         };
         let mut sim = Sim::new(rules(1));

@@ -42,7 +42,7 @@ pub struct Eviction {
     /// Its id.
     pub replica_id: String,
     /// The process that it was then.
-    pub life: String,
+    pub incarnation: String,
     /// Why, in the operator's words.
     pub reason: String,
 }

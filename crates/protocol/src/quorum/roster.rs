@@ -274,14 +274,17 @@ impl Roster {
         self.entries.iter()
     }
 
-    /// The ids with the name of `id`, which are lives of one replica; none if it has no name.
-    pub(super) fn lives(&self, id: &str) -> Vec<Id> {
+    /// The ids with the name of `id`, which are incarnations of one replica; none if it has no name.
+    pub(super) fn incarnations(&self, id: &str) -> Vec<Id> {
         let Some(prefix) = prefix_of(id) else {
             return Vec::new();
         };
         let from = (Bound::Included(prefix), Bound::Unbounded);
-        let lives = self.entries.range::<str, _>(from).map(|(id, _)| id);
-        lives.take_while(|id| id.starts_with(prefix)).cloned().collect()
+        let incarnations = self.entries.range::<str, _>(from).map(|(id, _)| id);
+        incarnations
+            .take_while(|id| id.starts_with(prefix))
+            .cloned()
+            .collect()
     }
 
     /// Changes the entry of `id`, which is made if there is none and removed if it ends without content.

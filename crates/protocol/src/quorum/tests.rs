@@ -171,7 +171,7 @@ impl Sim {
         Self::quorum_with(rules, ids, true)
     }
 
-    /// A quorum of replicas that have no streams, as torchft's: their heartbeats are the signs of their lives.
+    /// A quorum of replicas that have no streams, as torchft's: their heartbeats are the signs of life.
     pub(super) fn unattached(rules: QuorumRules, ids: &[&str]) -> Self {
         Self::quorum_with(rules, ids, false)
     }
@@ -219,7 +219,7 @@ fn unchanged_members_keep_their_id_and_every_reason_for_a_new_group_changes_it()
             true,
         ),
         ("another store", |m| m.store_address = "elsewhere:1".into(), true),
-        ("another life", |m| m.life = "2".into(), true),
+        ("another incarnation", |m| m.incarnation = "2".into(), true),
         ("another epoch", |m| m.last_quorum_id = SEED - 7, true),
     ];
     for (what, edit, new) in edits {
@@ -711,7 +711,7 @@ fn a_newer_life_of_a_name_replaces_the_older_one_and_the_dead_one_cannot_come_ba
     sim.beat(&["a:1"]);
     sim.join("b:1");
     assert_eq!(sim.ids().unwrap(), ["a:2", "b:1"]);
-    // Ids without a name are never lives of each other.
+    // Ids without a name are never incarnations of each other.
     let mut sim = Sim::new(rules(2));
     sim.join(":x");
     sim.join(":y");

@@ -183,7 +183,7 @@ impl Timeline {
         self.note(Happening::Aborted { quorum_id, reason });
     }
 
-    /// A quorum forms, after `previous`. One that goes on with the members and the epoch of before adds nothing.
+    /// A quorum forms, after `previous`. One that goes on with the earlier members and epoch adds nothing.
     pub(super) fn formed(&mut self, quorum: &Quorum, previous: Option<&Quorum>) {
         if previous.is_none_or(|p| p.quorum_id != quorum.quorum_id) {
             let before: HashSet<&str> = previous.into_iter().flat_map(Quorum::ids).collect();

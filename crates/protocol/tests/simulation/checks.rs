@@ -155,7 +155,7 @@ impl Checks {
         step: i64,
         taken: Option<Taken>,
     ) -> Result<(), String> {
-        let key = (who.slot, who.life, epoch, step);
+        let key = (who.slot, who.incarnation, epoch, step);
         let first = self.together.entry(key).or_insert_with(|| taken.clone());
         if *first == taken {
             return Ok(());
@@ -227,7 +227,7 @@ impl Checks {
         quorum: &Quorum,
         min_replicas: usize,
         now: Duration,
-        patience: Duration,
+        limit: Duration,
     ) -> Result<(), String> {
         self.note_holders(quorum);
         let members = &quorum.participants;
@@ -260,7 +260,7 @@ impl Checks {
             .filter(|m| !is_far(m) && last.contains(&m.replica_id))
             .collect();
         let others = members.iter().filter(|m| !is_far(m)).count();
-        let in_vain = goes_on.iter().any(|m| now >= asked(&m.replica_id) + patience);
+        let in_vain = goes_on.iter().any(|m| now >= asked(&m.replica_id) + limit);
         let far = members
             .iter()
             .find(|m| m.joining == Joining::Outside && is_far(m));

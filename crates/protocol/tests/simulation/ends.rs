@@ -1,4 +1,4 @@
-//! The end of an epoch at a rank: the news of it, what is in hand, and how a process parts from its group.
+//! The end of an epoch at a rank: the notice of it, what is in hand, and how a process parts from its group.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::world::{Happening, World};
 
 /// How a process parts from its group.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Parting {
+pub(crate) enum Leave {
     /// Its connections close, so many milliseconds from now: what it had sent comes first.
     Closes { after: u64 },
     /// It ends what the others have in hand.
@@ -16,7 +16,7 @@ pub(crate) enum Parting {
 }
 
 impl World {
-    /// The lighthouse's news that an epoch is over, as the manager takes it.
+    /// The lighthouse's notice that an epoch is over, as the manager takes it.
     pub(crate) fn pushed(&mut self, who: Who, epoch: i64, reason: String) {
         let Some(t) = self.trainer(who) else { return };
         t.ends.hear(epoch, reason);
@@ -59,19 +59,19 @@ impl World {
         let why = t.ends.why_over(epoch).unwrap_or_default().to_string();
         t.broken.get_or_insert_with(|| why.clone());
         let op = t.op;
-        self.leave_group(epoch, who, Parting::Aborts);
+        self.leave_group(epoch, who, Leave::Aborts);
         // The call ends; its thread may hang all the same.
         self.later(Duration::ZERO, who, Happening::Done(op, Done::Lost(epoch, why)));
     }
 
     /// The others of the group hear that `who` left it.
-    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who, parting: Parting) {
+    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who, leave: Leave) {
         let (now, keeps_work) = (self.now, self.scenario.keeps_work);
         for other in self.groups.leave(epoch, who) {
             let (op, arrives) = self.trainer(other).map_or((0, None), |t| (t.op, t.arrives));
-            let (after, data) = match parting {
-                Parting::Closes { after } => (after, arrives.filter(|_| keeps_work)),
-                Parting::Aborts => (0, None),
+            let (after, data) = match leave {
+                Leave::Closes { after } => (after, arrives.filter(|_| keeps_work)),
+                Leave::Aborts => (0, None),
             };
             // Over one connection, what was sent before its end comes before its end.
             let data = data.map_or(Duration::ZERO, |at| at.saturating_sub(now));

@@ -1,5 +1,5 @@
 //! The data plane: groups that connect once all members have come, reductions that each member finishes or not, and the
-//! news of a member that is gone. What the real groups promise, and no more: of a reduction that all ranks have begun, any
+//! notice of a member that is gone. What the real groups promise, and no more: of a reduction that all ranks have begun, any
 //! part of the members may still see it fail.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Who {
     pub(crate) slot: usize,
-    pub(crate) life: u64,
+    pub(crate) incarnation: u64,
     pub(crate) rank: u32,
 }
 

@@ -8,7 +8,7 @@ use crate::trainer::{Offer, Taken};
 use crate::world::World;
 
 /// After so many looks a source that offers nothing is given up by this rank.
-const PATIENCE: u64 = 3;
+const TIME_LIMIT: u64 = 3;
 
 impl World {
     /// The state that this rank is to take, if it can be had at present: whole, from one source. Sources may differ in the part of their
@@ -41,13 +41,13 @@ impl World {
             offers.swap(0, 1);
         }
         let none = Vec::new();
-        let (lost, pending) = if tries < PATIENCE {
+        let (lost, pending) = if tries < TIME_LIMIT {
             (&none, &out_of_reach)
         } else {
             (&out_of_reach, &none)
         };
         let (key, within) = (
-            (who.slot, who.life),
+            (who.slot, who.incarnation),
             Within {
                 have: &have,
                 lost,
@@ -72,7 +72,7 @@ impl World {
             return true;
         }
         let source = offer.taken.as_ref().map(|t| t.source.clone());
-        let (key, followed) = ((who.slot, who.life), Vec::from_iter(source));
+        let (key, followed) = ((who.slot, who.incarnation), Vec::from_iter(source));
         let standing = self.choices.get(&key);
         let settled = standing.and_then(|c| c.settle(answer.quorum_id, answer.max_step, &followed));
         match settled {

@@ -16,7 +16,7 @@ use oxccl_protocol::replica::ReplicaEvent;
 use oxccl_protocol::training::Share as Part;
 use oxccl_protocol::{Lineage, QuorumResult};
 
-use crate::ends::Parting;
+use crate::ends::Leave;
 use crate::groups::{Progress, Share, Who};
 use crate::program::{Model, Program, Turn, Wrong};
 use crate::random::{Scenario, mix};
@@ -403,13 +403,13 @@ impl World {
         let Some(t) = self.trainer(who) else { return };
         t.broken.get_or_insert_with(|| "this rank gave it up".into());
         if let Some(epoch) = t.group {
-            self.leave_group(epoch, who, Parting::Aborts);
+            self.leave_group(epoch, who, Leave::Aborts);
         }
     }
 
     fn connect(&mut self, who: Who, answer: &QuorumResult) {
         if let Some(old) = self.trainer(who).and_then(|t| t.group.take()) {
-            self.leave_group(old, who, Parting::Closes { after: 0 });
+            self.leave_group(old, who, Leave::Closes { after: 0 });
         }
         let epoch = answer.quorum_id;
         let op = self.begin(who, Doing::Connecting);

@@ -73,7 +73,7 @@ pub(crate) enum Happening {
     Start(usize),
     LighthouseStarts,
     LighthouseTick,
-    /// An event for the lighthouse; a stream or call of the replica `from` in its life.
+    /// An event for the lighthouse; a stream or call of the replica `from` in its incarnation.
     ToLighthouse(Event),
     /// What the lighthouse answers or pushes.
     Answered(u64, Result<Arc<Quorum>, Error>),
@@ -134,7 +134,7 @@ impl Ord for Queued {
 
 /// One run of a replica.
 struct Replica {
-    life: u64,
+    incarnation: u64,
     id: String,
     /// By rank; `None` once the process has ended.
     processes: Vec<Option<Process>>,
@@ -160,7 +160,7 @@ struct Process {
 
 struct Lighthouse {
     state: LighthouseState,
-    life: u64,
+    incarnation: u64,
     stopped_until: Duration,
     awake: Duration,
     /// Until then the ends of streams tell it nothing, since it was away.
@@ -180,9 +180,9 @@ pub(crate) struct World {
     numbers: u64,
     lighthouse: Option<Lighthouse>,
     record: Option<Record>,
-    lighthouse_lives: u64,
+    lighthouse_incarnations: u64,
     replicas: Vec<Option<Replica>>,
-    lives: Vec<u64>,
+    incarnations: Vec<u64>,
     /// Slots whose replica has come to the end of the run.
     ended: Vec<bool>,
     /// Slots whose replica an operator has told to go, and which has not started again.
@@ -242,9 +242,9 @@ impl World {
             numbers: 1,
             lighthouse: None,
             record: None,
-            lighthouse_lives: 0,
+            lighthouse_incarnations: 0,
             replicas: (0..n).map(|_| None).collect(),
-            lives: vec![0; n],
+            incarnations: vec![0; n],
             ended: vec![false; n],
             operated: vec![false; n],
             cut_until: vec![Duration::ZERO; n],
@@ -452,7 +452,9 @@ impl World {
     }
 
     fn replica(&mut self, who: Who) -> Option<&mut Replica> {
-        self.replicas[who.slot].as_mut().filter(|r| r.life == who.life)
+        self.replicas[who.slot]
+            .as_mut()
+            .filter(|r| r.incarnation == who.incarnation)
     }
 
     fn process(&mut self, who: Who) -> Option<&mut Process> {
@@ -482,8 +484,9 @@ impl World {
     fn take(&mut self, order: u64, owner: Owner, what: Happening) {
         match owner {
             Owner::World => self.world_event(what),
-            Owner::Lighthouse(life) => {
-                let Some(lighthouse) = self.lighthouse.as_ref().filter(|l| l.life == life) else {
+            Owner::Lighthouse(incarnation) => {
+                let Some(lighthouse) = self.lighthouse.as_ref().filter(|l| l.incarnation == incarnation)
+                else {
                     return;
                 };
                 let until = lighthouse.stopped_until;
@@ -659,8 +662,8 @@ impl World {
                 let slot = server.slot;
                 let member = Member {
                     replica_id: replica.id.clone(),
-                    address: format!("http://10.0.0.{slot}:{}", 1000 + server.life),
-                    store_address: format!("10.0.0.{slot}:{}", 20_000 + server.life),
+                    address: format!("http://10.0.0.{slot}:{}", 1000 + server.incarnation),
+                    store_address: format!("10.0.0.{slot}:{}", 20_000 + server.incarnation),
                     step: request.step,
                     world_size: replica.processes.len() as u64,
                     shrink_only: request.shrink_only,
@@ -672,7 +675,7 @@ impl World {
                     batches_committed: request.batches_committed,
                     joining: request.joining,
                     is_last: request.is_last,
-                    life: server.life.to_string(),
+                    incarnation: server.incarnation.to_string(),
                     ..Member::default()
                 };
                 replica.calls.insert(call, ticket);
@@ -723,7 +726,7 @@ impl World {
                 // Its stream ends with that.
                 if let Some(stream) = self.replica(server).and_then(|r| r.stream.take()) {
                     self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
-                    let replica_id = format!("r{}:{}", server.slot, server.life);
+                    let replica_id = format!("r{}:{}", server.slot, server.incarnation);
                     self.lighthouse_later(TELL_FIRST, Event::Detached { replica_id, stream });
                 }
             }

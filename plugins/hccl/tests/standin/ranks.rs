@@ -17,7 +17,7 @@ const SCENARIO: &str = "OXCCL_TEST_SCENARIO";
 const RANK: &str = "OXCCL_TEST_RANK";
 const STORE: &str = "OXCCL_TEST_STORE";
 /// Ranks that are still there by then are killed and the scenario has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Why a scenario failed.
 pub(crate) type Outcome<T = ()> = Result<T, String>;
@@ -99,7 +99,7 @@ impl Scenario {
             }
             ranks.push(Running(command.spawn().map_err(|e| text(&e))?));
         }
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         let failures: Vec<String> = ranks
             .iter_mut()
             .zip(0..)
@@ -133,7 +133,7 @@ impl Running {
             match self.0.try_wait() {
                 Ok(Some(status)) => return Ok(status),
                 Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
-                Ok(None) => return Err(format!("did not end within {} s", PATIENCE.as_secs())),
+                Ok(None) => return Err(format!("did not end within {} s", TIME_LIMIT.as_secs())),
                 Err(e) => return Err(e.to_string()),
             }
         }

@@ -361,7 +361,7 @@ class Manager:
     # -- the end
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leaves in good order, so that nobody waits for this replica. A second call does nothing."""
+        """Leaves in good order, so that no other waits for this replica. A second call does nothing."""
         self._replica.leave(5.0 if wait else 1.0)
 
     def __enter__(self) -> Manager:

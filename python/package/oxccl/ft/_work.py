@@ -14,7 +14,7 @@ from oxccl.torch import _work
 
 
 class Work(dist.Work):
-    """A reduction of this step. Its outcome counts in the vote also if nobody waits for it."""
+    """A reduction of this step. Its outcome counts in the vote also if it is not waited for."""
 
     def __init__(self, work: oxccl.Work | None, tensor: Any, before: Callable[[], None], after: Callable[[], None], error: Exception | None) -> None:
         super().__init__()

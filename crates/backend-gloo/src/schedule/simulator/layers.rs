@@ -100,7 +100,7 @@ fn all_ranks_of_the_smallest_host_drive_the_link_at_once() {
         let of = |r| layered::all_reduce(r, &hosts, bytes, 4);
         let crosses = |r: u32| {
             let mut sends = of(r).rounds.into_iter().flat_map(|round| round.sends);
-            sends.any(|s| hosts.seat(s.peer).host != hosts.seat(r).host)
+            sends.any(|s| hosts.on_host(s.peer).host != hosts.on_host(r).host)
         };
         (0..5).filter(|&r| crosses(r)).collect::<Vec<_>>()
     };

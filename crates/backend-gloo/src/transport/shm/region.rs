@@ -7,16 +7,16 @@ use ftcore::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::bell::{Bells, COLLECTIVES, MESSAGES, Ringer, ThreadBell, descriptor, ringers};
-use super::mail::{MAIL, Mail, MailReader, MailWriter};
 use super::map::{Mapping, PAGE};
+use super::notice::{NOTICE, NoticeReader, NoticeWriter, Notices};
 use super::passing::HANDLES;
 use super::ring::{RING, Reader, Writer};
 
 /// The seals without which a region is refused: its size cannot change any more, so no access can fault.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Bytes for one neighbour: the ring for collectives, the one for messages, and the mail.
-const SECTION: usize = 2 * RING + MAIL;
+/// Bytes for one neighbour: the ring for collectives, the one for messages, and the notices.
+const SECTION: usize = 2 * RING + NOTICE;
 
 fn size(world: u32) -> usize {
     PAGE + world as usize * SECTION
@@ -51,7 +51,7 @@ pub(crate) struct Rings<const AT: usize> {
 pub(crate) struct Shared {
     pub(crate) collectives: Rings<COLLECTIVES>,
     pub(crate) messages: Rings<MESSAGES>,
-    pub(crate) mail: Mail,
+    pub(crate) notices: Notices,
 }
 
 impl Shared {
@@ -138,9 +138,9 @@ impl Region {
                 reader: Reader::new(back.part(RING, RING)?),
                 bell: messages,
             },
-            mail: Mail {
-                writer: MailWriter::new(out.part(2 * RING, MAIL)?, thread),
-                reader: MailReader::new(back.part(2 * RING, MAIL)?),
+            notices: Notices {
+                writer: NoticeWriter::new(out.part(2 * RING, NOTICE)?, thread),
+                reader: NoticeReader::new(back.part(2 * RING, NOTICE)?),
             },
         })
     }

@@ -213,28 +213,28 @@ fn what_is_said_is_heard_once_and_also_when_its_writer_has_gone() {
     let at_a = a.open(0, 1, handles(&b)).unwrap();
     let mut at_b = b.open(1, 0, handles(&a)).unwrap();
     let bell = b.bells(false).unwrap().thread;
-    let (mut says, hears) = (at_a.mail.writer, &mut at_b.mail.reader);
+    let (mut says, hears) = (at_a.notices.writer, &mut at_b.notices.reader);
     assert_eq!(hears.take().unwrap(), None);
     says.arm();
     let before = bell.count();
-    says.say(&[7; MAIL_BYTES]);
+    says.say(&[7; NOTICE_BYTES]);
     says.say(b"and only the first counts");
     assert_ne!(bell.count(), before);
     assert!(!hears.has_ended());
     drop((says, a));
     assert!(hears.has_ended());
-    assert_eq!(hears.take().unwrap(), Some(vec![7; MAIL_BYTES]));
+    assert_eq!(hears.take().unwrap(), Some(vec![7; NOTICE_BYTES]));
     assert_eq!(hears.take().unwrap(), None);
 }
 
 #[test]
 fn words_that_do_not_fit_are_neither_said_nor_believed() {
     let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
-    let at_b = || b.open(1, 0, handles(&a)).unwrap().mail.reader;
-    let mut says = a.open(0, 1, handles(&b)).unwrap().mail.writer;
-    says.say(&[7; MAIL_BYTES + 1]);
+    let at_b = || b.open(1, 0, handles(&a)).unwrap().notices.reader;
+    let mut says = a.open(0, 1, handles(&b)).unwrap().notices.writer;
+    says.say(&[7; NOTICE_BYTES + 1]);
     assert_eq!(at_b().take().unwrap(), None);
-    says.claim(MAIL_BYTES as u32 + 1);
+    says.claim(NOTICE_BYTES as u32 + 1);
     assert_eq!(at_b().take().unwrap_err().kind(), ErrorKind::Protocol);
     // One whose connection was replaced by another says nothing of its end.
     says.arm();

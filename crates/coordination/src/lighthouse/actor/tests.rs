@@ -59,7 +59,7 @@ fn actor(min_replicas: usize, journal: Journal, start: Instant) -> Actor {
         away_after: Duration::from_secs(60),
         heartbeat_timeout: TIMEOUT,
         callers: Callers::default(),
-        doubted_until: None,
+        discounted_until: None,
     }
 }
 

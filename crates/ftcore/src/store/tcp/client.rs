@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::conn::{Backoff, Conn, Greeting, Outcome, Reached, encode, parse_address};
-use super::link::{Patience, Watched, is_late, reason_of};
+use super::link::{TimeLimit, Watched, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::identity::hello::Refused;
 use crate::lifecycle::nonce;
@@ -311,7 +311,7 @@ impl TcpStore {
                 None => (self.open(call, &mut backoff)?, false),
             };
             conn.sent = false;
-            conn.link.patience = Patience::Until(call.deadline);
+            conn.link.limit = TimeLimit::Until(call.deadline);
             conn.link.watched = self.watched.clone();
             let lost = match f(&mut conn) {
                 Ok(out) => {
@@ -390,7 +390,7 @@ impl TcpStore {
         let call = Call::new(op, keys, deadline, Repeat::Again);
         let out = self.call(&call, |conn| {
             loop {
-                conn.link.patience = Patience::Until(deadline);
+                conn.link.limit = TimeLimit::Until(deadline);
                 conn.write(&wait)?;
                 match conn.reached()? {
                     Reached::Done => {}

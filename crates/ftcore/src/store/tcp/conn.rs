@@ -1,6 +1,6 @@
 //! One client connection: finding and greeting the server, and the conversations that take more than one reply.
 //!
-//! Everything here ends by the link's patience. An `io::Error` says what the call above must know: late (see
+//! Everything here ends by the link's time limit. An `io::Error` says what the call above must know: late (see
 //! `link::is_late`), cancelled (`link::reason_of`), `InvalidData` (not the protocol), anything else (the connection broke).
 
 use std::io::{self, Read, Write};
@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::hello_topic;
-use super::link::{Link, Patience, Watched, is_late, reason_of};
+use super::link::{Link, TimeLimit, Watched, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::identity::hello::{Handshake, Refused, may_be_hello};
 use crate::lifecycle::nonce;
@@ -93,7 +93,7 @@ impl Greeting {
     fn begin(address: &SocketAddr, credentials: Option<&Arc<Credentials>>) -> io::Result<Self> {
         let since = Instant::now();
         let conn = Conn {
-            link: Link::begin(address, Patience::Until(since))?,
+            link: Link::begin(address, TimeLimit::Until(since))?,
             sent: false,
             ours: false,
             spoiled: false,
@@ -118,12 +118,12 @@ impl Greeting {
 
     /// Connects and says VALIDATE and PING in one segment, with credentials after the hello; then the answer to the PING.
     fn answer(&mut self, deadline: Instant) -> io::Result<u32> {
-        self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
+        self.conn.link.limit = TimeLimit::Until(deadline.min(self.since + ATTEMPT));
         if self.is_connecting {
             self.conn.link.is_made()?;
             self.is_connecting = false;
             self.since = Instant::now();
-            self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
+            self.conn.link.limit = TimeLimit::Until(deadline.min(self.since + ATTEMPT));
             if self.hello.is_none() {
                 self.conn.write(&greeting(self.nonce))?;
             }
@@ -271,7 +271,7 @@ impl Conn {
             Err(e) if is_late(&e) => {}
             Err(e) => return Err(e),
         }
-        self.link.patience = Patience::Until(deadline_in(CANCEL_GRACE));
+        self.link.limit = TimeLimit::Until(deadline_in(CANCEL_GRACE));
         self.write(&encode(&[Request::CancelWait]))?;
         match wire::read_u8(&mut self.link)? {
             wire::WAIT_CANCELED => Ok(Reached::Late),
@@ -302,7 +302,7 @@ impl Conn {
         if keys.len() < 2 {
             return Vec::new();
         }
-        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
+        self.link.limit = TimeLimit::Until(deadline_in(EXPLAIN_GRACE));
         let asked = keys.len().min(EXPLAINED);
         let questions: Vec<_> = keys
             .iter()
@@ -328,7 +328,7 @@ impl Conn {
 
     /// After a barrier ran out: how many had arrived, for the error text only.
     pub(super) fn arrived(&mut self, key: &[u8]) -> Option<i64> {
-        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
+        self.link.limit = TimeLimit::Until(deadline_in(EXPLAIN_GRACE));
         let answer = self
             .write(&encode(&[Request::Get(key.to_vec())]))
             .and_then(|()| wire::read_value(&mut self.link));

@@ -18,12 +18,12 @@ use crate::identity::records::{Opener, Sealer};
 use crate::{Cancel, Error, deadline_in, time_left};
 
 const BUFFER: usize = 16 * 1024;
-/// What must move in one window of [`Patience::Pace`].
+/// What must move in one window of [`TimeLimit::Pace`].
 const PACE: usize = 64 * 1024;
 
 /// How long a read or write may wait.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Patience {
+pub(super) enum TimeLimit {
     /// Until this instant.
     Until(Instant),
     /// Until less than [`PACE`] has moved in this time, from the last [`Link::pace`] on.
@@ -32,7 +32,7 @@ pub(super) enum Patience {
     Forever,
 }
 
-/// True for the error of a [`Patience`] that ran out, false for time-outs of the kernel's.
+/// True for the error of a [`TimeLimit`] that ran out, false for time-outs of the kernel's.
 pub(super) fn is_late(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::TimedOut && e.raw_os_error().is_none()
 }
@@ -172,10 +172,10 @@ pub(super) struct Link {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
-    pub(super) patience: Patience,
+    pub(super) limit: TimeLimit,
     /// Of the call that uses the connection.
     pub(super) watched: Watched,
-    /// The window of [`Patience::Pace`] ends then, and so much has moved in it.
+    /// The window of [`TimeLimit::Pace`] ends then, and so much has moved in it.
     window: Option<Instant>,
     moved: usize,
     /// Of an encrypted connection.
@@ -183,7 +183,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(stream: TcpStream, patience: Patience) -> io::Result<Self> {
+    pub(super) fn new(stream: TcpStream, limit: TimeLimit) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let buffer = vec![0; BUFFER].into_boxed_slice();
@@ -192,7 +192,7 @@ impl Link {
             buffer,
             start: 0,
             end: 0,
-            patience,
+            limit,
             watched: Watched::default(),
             window: None,
             moved: 0,
@@ -201,7 +201,7 @@ impl Link {
     }
 
     /// A connection that is being made to `address`; nothing may be read or written before [`is_made`](Self::is_made).
-    pub(super) fn begin(address: &SocketAddr, patience: Patience) -> io::Result<Self> {
+    pub(super) fn begin(address: &SocketAddr, limit: TimeLimit) -> io::Result<Self> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
             SocketAddr::V6(_) => AddressFamily::INET6,
@@ -209,7 +209,7 @@ impl Link {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(family, SocketType::STREAM, flags, None)?;
         match connect(&socket, address) {
-            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Self::new(socket.into(), patience),
+            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Self::new(socket.into(), limit),
             Err(e) => Err(e.into()),
         }
     }
@@ -238,16 +238,16 @@ impl Link {
 
     /// From now on, something must move in every `window`.
     pub(super) fn pace(&mut self, window: Duration) {
-        self.patience = Patience::Pace(window);
+        self.limit = TimeLimit::Pace(window);
         self.window = None;
         self.moved = 0;
     }
 
     fn deadline(&mut self) -> Option<Instant> {
-        match self.patience {
-            Patience::Until(deadline) => Some(deadline),
-            Patience::Pace(window) => Some(*self.window.get_or_insert_with(|| crate::deadline_in(window))),
-            Patience::Forever => None,
+        match self.limit {
+            TimeLimit::Until(deadline) => Some(deadline),
+            TimeLimit::Pace(window) => Some(*self.window.get_or_insert_with(|| crate::deadline_in(window))),
+            TimeLimit::Forever => None,
         }
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::doors::{Doors, Limits, network};
 use super::engine::{Engine, Entry, Progress, Ticket};
 use super::hello_topic;
-use super::link::{Bell, Link, Patience, is_late, watch_listener};
+use super::link::{Bell, Link, TimeLimit, is_late, watch_listener};
 use super::wire::{self, Budget, Held, Request};
 use crate::identity::hello::{self, Handshake, Reason, Refused};
 use crate::identity::{TurnedAway, may_listen};
@@ -300,7 +300,7 @@ fn accept(listener: TcpListener, shared: &Arc<Shared>) {
 }
 
 fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
-    let link = match Link::new(stream, Patience::Until(deadline_in(shared.limits.handshake))) {
+    let link = match Link::new(stream, TimeLimit::Until(deadline_in(shared.limits.handshake))) {
         Ok(link) => link,
         Err(error) => {
             tracing::debug!(%peer, %error, "store server: connection lost at once");
@@ -494,7 +494,7 @@ impl Session<'_> {
         loop {
             self.send()?;
             if self.link.buffered().is_empty() {
-                self.link.patience = Patience::Forever;
+                self.link.limit = TimeLimit::Forever;
                 if !self.link.fill()? {
                     return Err(End::Closed);
                 }

@@ -14,7 +14,7 @@ pub(crate) struct Death {
     id: String,
     at: Duration,
     /// The lighthouse of that time.
-    life: u64,
+    incarnation: u64,
 }
 
 impl World {
@@ -28,14 +28,14 @@ impl World {
         let (Some(lighthouse), Some(replica)) = (&self.lighthouse, &self.replicas[who.slot]) else {
             return;
         };
-        if replica.life != who.life || (replica.stream.is_none() && !foreign) {
+        if replica.incarnation != who.incarnation || (replica.stream.is_none() && !foreign) {
             return;
         }
         let death = Death {
             who,
             id: replica.id.clone(),
             at: self.now,
-            life: lighthouse.life,
+            incarnation: lighthouse.incarnation,
         };
         let late = if self.scenario.disorder > 0 {
             LATE
@@ -49,7 +49,7 @@ impl World {
         );
     }
 
-    /// A replica whose process is gone for a while is not healthy, unless something kept the news back.
+    /// A replica whose process is gone for a while is not healthy, unless something kept the notice back.
     pub(super) fn is_known(&mut self, death: &Death) {
         let (now, who) = (self.now, death.who);
         // Also just before.
@@ -57,7 +57,11 @@ impl World {
         let server = Who { rank: 0, ..who };
         let is_stopped = self.process(server).is_some_and(|p| recently(p.stopped_until));
         let is_cut = recently(self.cut_until[who.slot]);
-        let Some(lighthouse) = self.lighthouse.as_ref().filter(|l| l.life == death.life) else {
+        let Some(lighthouse) = self
+            .lighthouse
+            .as_ref()
+            .filter(|l| l.incarnation == death.incarnation)
+        else {
             return;
         };
         let is_away = recently(lighthouse.stopped_until) || recently(lighthouse.doubts_until);

@@ -1,7 +1,7 @@
 //! What goes wrong in the simulation, and what a process leaves behind when it ends.
 
 use super::*;
-use crate::ends::Parting;
+use crate::ends::Leave;
 
 impl World {
     pub(super) fn world_event(&mut self, what: Happening) {
@@ -24,9 +24,9 @@ impl World {
     }
 
     pub(super) fn start_replica(&mut self, slot: usize) {
-        self.lives[slot] += 1;
-        let life = self.lives[slot];
-        let id = format!("r{slot}:{life}");
+        self.incarnations[slot] += 1;
+        let incarnation = self.incarnations[slot];
+        let id = format!("r{slot}:{incarnation}");
         self.note(|| format!("{id} starts"));
         // One that is drained makes a step first, for which it may have to heal, or hangs before.
         if std::mem::take(&mut self.operated[slot]) {
@@ -50,7 +50,7 @@ impl World {
             })
         });
         self.replicas[slot] = Some(Replica {
-            life,
+            incarnation,
             id,
             processes: processes.collect(),
             server: ReplicaState::new(rules),
@@ -60,7 +60,11 @@ impl World {
             restart: Duration::from_millis(500),
             tick: None,
         });
-        let server = Who { slot, life, rank: 0 };
+        let server = Who {
+            slot,
+            incarnation,
+            rank: 0,
+        };
         self.later(Duration::ZERO, server, Happening::Attach);
         let first_beat = if self.scenario.asks_late {
             Duration::ZERO
@@ -69,7 +73,11 @@ impl World {
         };
         self.later(first_beat, server, Happening::Beat);
         for rank in 0..ranks {
-            let who = Who { slot, life, rank };
+            let who = Who {
+                slot,
+                incarnation,
+                rank,
+            };
             let watch = u64::from(rank) + 1;
             self.server_hears(who, ReplicaEvent::Watched { rank, watch });
             let latest = if self.scenario.asks_late { 3_000 } else { 100 };
@@ -89,7 +97,7 @@ impl World {
                 replica.restart = restart;
                 let who = Who {
                     slot,
-                    life: replica.life,
+                    incarnation: replica.incarnation,
                     rank,
                 };
                 self.ends(who, "it is killed");
@@ -134,10 +142,14 @@ impl World {
                 }
                 self.at(now + down, Owner::World, Happening::LighthouseStarts);
                 for slot in 0..self.replicas.len() {
-                    let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) else {
+                    let Some(incarnation) = self.replicas[slot].as_ref().map(|r| r.incarnation) else {
                         continue;
                     };
-                    self.connection_breaks(Who { slot, life, rank: 0 });
+                    self.connection_breaks(Who {
+                        slot,
+                        incarnation,
+                        rank: 0,
+                    });
                 }
             }
             Fault::PauseLighthouse { time } => {
@@ -147,8 +159,12 @@ impl World {
             }
             Fault::Cut { slot, time } => {
                 self.cut_until[slot] = now + time;
-                if let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) {
-                    self.connection_breaks(Who { slot, life, rank: 0 });
+                if let Some(incarnation) = self.replicas[slot].as_ref().map(|r| r.incarnation) {
+                    self.connection_breaks(Who {
+                        slot,
+                        incarnation,
+                        rank: 0,
+                    });
                 }
             }
             Fault::Split { side, time } => self.split = (side, now + time),
@@ -287,12 +303,12 @@ impl World {
         self.note(|| format!("{who:?} ends: {why}"));
         // Who leaves in good order breaks nothing that it has sent.
         let after = if process.trainer.leaves { 20 } else { 0 };
-        let parting = Parting::Closes { after };
+        let leave = Leave::Closes { after };
         for epoch in process.trainer.epochs() {
-            self.leave_group(epoch, who, parting);
+            self.leave_group(epoch, who, leave);
         }
         if self.scenario.foreign && who.rank == 0 {
-            let id = format!("r{}:{}", who.slot, who.life);
+            let id = format!("r{}:{}", who.slot, who.incarnation);
             self.foreign_ends(id);
         }
         if who.rank == 0 {

@@ -11,7 +11,7 @@ impl World {
     pub(super) fn as_foreign(member: Member) -> Member {
         Member {
             lineage: String::new(),
-            life: String::new(),
+            incarnation: String::new(),
             last_quorum_id: 0,
             last_world_size: 0,
             batches_committed: 0,

@@ -13,8 +13,8 @@ impl World {
             join_timeout: JOIN_TIMEOUT,
             heartbeat_timeout: HEARTBEAT_TIMEOUT,
         };
-        self.lighthouse_lives += 1;
-        let life = self.lighthouse_lives;
+        self.lighthouse_incarnations += 1;
+        let incarnation = self.lighthouse_incarnations;
         let hour = 3_600_000;
         let jumps = [0, hour, -hour, 24 * 400 * hour, -24 * 400 * hour, -i64::MAX / 2];
         let jump = match self.scenario.clock_jumps {
@@ -22,7 +22,7 @@ impl World {
             false => 0,
         };
         let clock = match self.checks.newest_epoch() {
-            Some(newest) if self.scenario.counts_back => newest - 1 - life as i64 % 3,
+            Some(newest) if self.scenario.counts_back => newest - 1 - incarnation as i64 % 3,
             _ => START_OF_DAY + jump + self.now.as_millis() as i64,
         };
         let start = Start {
@@ -35,7 +35,7 @@ impl World {
         let state = LighthouseState::new(rules, start, self.instant());
         self.lighthouse = Some(Lighthouse {
             state,
-            life,
+            incarnation,
             stopped_until: Duration::ZERO,
             awake: self.now,
             doubts_until: Duration::ZERO,
@@ -43,7 +43,11 @@ impl World {
             calls: BTreeMap::new(),
             streams: BTreeMap::new(),
         });
-        self.at(self.now, Owner::Lighthouse(life), Happening::LighthouseTick);
+        self.at(
+            self.now,
+            Owner::Lighthouse(incarnation),
+            Happening::LighthouseTick,
+        );
     }
 
     pub(super) fn tell_lighthouse(&mut self, event: Event) {
@@ -163,7 +167,7 @@ impl World {
             return true;
         }
         let at = self.now + self.random.millis(0, 3);
-        let life = self.lighthouse_lives;
+        let incarnation = self.lighthouse_incarnations;
         // A connection keeps the order of its bytes; the calls in it are served side by side, and one whose answer was lost is made again.
         // What a call or a stream says of itself stays in order: one task of the server tells it.
         let alone = matches!(
@@ -175,7 +179,7 @@ impl World {
         if late || twice {
             let delay = self.random.millis(0, 2_000);
             let happening = Happening::ToLighthouse(event.clone());
-            self.at(at + delay, Owner::Lighthouse(life), happening);
+            self.at(at + delay, Owner::Lighthouse(incarnation), happening);
         }
         if late {
             return true;
@@ -185,7 +189,7 @@ impl World {
         };
         let at = at.max(replica.last_arrival);
         replica.last_arrival = at;
-        self.at(at, Owner::Lighthouse(life), Happening::ToLighthouse(event));
+        self.at(at, Owner::Lighthouse(incarnation), Happening::ToLighthouse(event));
         true
     }
 
@@ -279,10 +283,10 @@ impl World {
     }
 
     pub(super) fn lighthouse_later(&mut self, delay: Duration, event: Event) {
-        let life = self.lighthouse_lives;
+        let incarnation = self.lighthouse_incarnations;
         self.at(
             self.now + delay,
-            Owner::Lighthouse(life),
+            Owner::Lighthouse(incarnation),
             Happening::ToLighthouse(event),
         );
     }

@@ -18,9 +18,13 @@ impl World {
             .next()?
             .parse()
             .ok()?;
-        let life = self.replicas.get(slot)?.as_ref()?.life;
-        let who = Who { slot, life, rank };
-        if !address.ends_with(&format!(":{}", 1000 + life)) {
+        let incarnation = self.replicas.get(slot)?.as_ref()?.incarnation;
+        let who = Who {
+            slot,
+            incarnation,
+            rank,
+        };
+        if !address.ends_with(&format!(":{}", 1000 + incarnation)) {
             return None;
         }
         let offer = self

@@ -95,7 +95,7 @@ fn numbers_that_go_back_remove_nothing_that_is_in_use() {
                 .unwrap()
         );
     }
-    // 1 is gone; the two of before the restart stay until numbers pass them.
+    // 1 is gone; the two from before the restart stay until numbers pass them.
     assert_eq!(server.num_keys(), 4 * 4);
 }
 

@@ -1,4 +1,4 @@
-//! Random lives of a few replicas under virtual time: what must hold whatever happens, in whatever order.
+//! Random runs of a few replicas under virtual time: what must hold whatever happens, in whatever order.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::tests::{SEED, Sim, member, rules};
 use super::*;
 use crate::member::Member;
 
-/// One step of a random life. Ids are few, so that they meet.
+/// One step of a random incarnation. Ids are few, so that they meet.
 fn step() -> impl Strategy<Value = (u8, usize, u64, u64)> {
     (0u8..10, 0usize..6, 0u64..6, 0u64..4)
 }

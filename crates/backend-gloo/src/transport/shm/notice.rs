@@ -14,54 +14,54 @@ const SAID: usize = 0;
 const ENDED: usize = 256;
 /// Where the bytes begin.
 const BYTES: usize = 512;
-/// Bytes of a mail with its words.
-pub(super) const MAIL: usize = 2 * PAGE;
+/// Bytes of a notices with its words.
+pub(super) const NOTICE: usize = 2 * PAGE;
 /// Bytes that can be said.
-pub(crate) const MAIL_BYTES: usize = MAIL - BYTES;
+pub(crate) const NOTICE_BYTES: usize = NOTICE - BYTES;
 
 /// Both directions to one neighbour.
 #[derive(Debug)]
-pub(crate) struct Mail {
-    pub(crate) writer: MailWriter,
-    pub(crate) reader: MailReader,
+pub(crate) struct Notices {
+    pub(crate) writer: NoticeWriter,
+    pub(crate) reader: NoticeReader,
 }
 
 /// The end that speaks.
 #[derive(Debug)]
-pub(crate) struct MailWriter {
-    mail: Mapping,
+pub(crate) struct NoticeWriter {
+    notices: Mapping,
     bell: ThreadBell,
     said: bool,
     armed: bool,
 }
 
-impl MailWriter {
-    pub(super) fn new(mail: Mapping, bell: ThreadBell) -> Self {
+impl NoticeWriter {
+    pub(super) fn new(notices: Mapping, bell: ThreadBell) -> Self {
         Self {
-            mail,
+            notices,
             bell,
             said: false,
             armed: false,
         }
     }
 
-    /// Says `bytes`, no more than [`MAIL_BYTES`], and wakes the neighbour. Only the first words count.
+    /// Says `bytes`, no more than [`NOTICE_BYTES`], and wakes the neighbour. Only the first words count.
     pub(crate) fn say(&mut self, bytes: &[u8]) {
-        let room = self.mail.write(BYTES, bytes.len());
+        let room = self.notices.write(BYTES, bytes.len());
         if std::mem::replace(&mut self.said, true) || room.len() != bytes.len() {
             return;
         }
         room.copy_from_slice(bytes);
         // Checked above to fit into two pages.
         let length = u32::try_from(bytes.len()).unwrap_or(0);
-        self.mail.word32::<SAID>().store(length, Ordering::Release);
+        self.notices.word32::<SAID>().store(length, Ordering::Release);
         self.bell.ring();
     }
 
     /// Claims to have said so many bytes, as only a damaged writer does.
     #[cfg(test)]
     pub(crate) fn claim(&self, length: u32) {
-        self.mail.word32::<SAID>().store(length, Ordering::Release);
+        self.notices.word32::<SAID>().store(length, Ordering::Release);
         self.bell.ring();
     }
 
@@ -76,10 +76,10 @@ impl MailWriter {
     }
 }
 
-impl Drop for MailWriter {
+impl Drop for NoticeWriter {
     fn drop(&mut self) {
         if self.armed {
-            self.mail.word32::<ENDED>().store(1, Ordering::Release);
+            self.notices.word32::<ENDED>().store(1, Ordering::Release);
             self.bell.ring();
         }
     }
@@ -87,19 +87,22 @@ impl Drop for MailWriter {
 
 /// The end that listens.
 #[derive(Debug)]
-pub(crate) struct MailReader {
-    mail: Mapping,
+pub(crate) struct NoticeReader {
+    notices: Mapping,
     taken: bool,
 }
 
-impl MailReader {
-    pub(super) fn new(mail: Mapping) -> Self {
-        Self { mail, taken: false }
+impl NoticeReader {
+    pub(super) fn new(notices: Mapping) -> Self {
+        Self {
+            notices,
+            taken: false,
+        }
     }
 
     /// True if the writer has gone. What it said before is there to be taken.
     pub(crate) fn has_ended(&self) -> bool {
-        self.mail.word32::<ENDED>().load(Ordering::Acquire) != 0
+        self.notices.word32::<ENDED>().load(Ordering::Acquire) != 0
     }
 
     /// What the neighbour said, once.
@@ -109,12 +112,12 @@ impl MailReader {
         if self.taken {
             return Ok(None);
         }
-        let length = self.mail.word32::<SAID>().load(Ordering::Acquire) as usize;
+        let length = self.notices.word32::<SAID>().load(Ordering::Acquire) as usize;
         if length == 0 {
             return Ok(None);
         }
         self.taken = true;
-        let said = self.mail.read(BYTES, length);
+        let said = self.notices.read(BYTES, length);
         if said.len() != length {
             let text = "its words in shared memory are longer than there is room for";
             return Err(Error::new(ErrorKind::Protocol, text));

@@ -16,31 +16,34 @@ use crate::rig::*;
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     (
-        "lives::a_child_killed_at_any_moment_costs_one_configure",
+        "children::a_child_killed_at_any_moment_costs_one_configure",
         killed_at_random,
     ),
-    ("lives::a_child_dies_with_its_parent", dies_with_parent),
+    ("children::a_child_dies_with_its_parent", dies_with_parent),
     (
-        "lives::l27_a_rank_whose_whole_process_dies_is_missed_at_once",
+        "children::l27_a_rank_whose_whole_process_dies_is_missed_at_once",
         whole_rank,
     ),
     (
-        "lives::l27_a_rank_that_dies_before_anybody_watches_it_is_missed_too",
+        "children::l27_a_rank_that_dies_before_anybody_watches_it_is_missed_too",
         unwatched,
     ),
-    ("lives::a_spare_makes_configure_start_no_process", spare),
-    ("lives::nothing_is_left_after_any_kind_of_end", no_leaks),
+    ("children::a_spare_makes_configure_start_no_process", spare),
+    ("children::nothing_is_left_after_any_kind_of_end", no_leaks),
     (
-        "lives::an_abort_of_many_operations_gives_all_tensors_back",
+        "children::an_abort_of_many_operations_gives_all_tensors_back",
         abort_gives_back,
     ),
     (
-        "lives::a_child_that_dies_in_configure_fails_it",
+        "children::a_child_that_dies_in_configure_fails_it",
         dies_in_configure,
     ),
-    ("lives::shared_tensors_outlive_child_and_group", shared_tensors),
-    ("lives::files_that_a_killed_child_left_are_removed", litter),
-    ("lives::a_helper_is_found_by_its_name_on_the_path", helper_on_path),
+    ("children::shared_tensors_outlive_child_and_group", shared_tensors),
+    ("children::files_that_a_killed_child_left_are_removed", litter),
+    (
+        "children::a_helper_is_found_by_its_name_on_the_path",
+        helper_on_path,
+    ),
 ];
 
 /// A small generator, so that a failure can be repeated.
@@ -353,7 +356,7 @@ fn no_leaks() {
 fn abort_gives_back() {
     with_gloo(2, false, |rank, group, _| {
         if rank == 1 {
-            eventually("the news", || group.error().is_some());
+            eventually("the notice", || group.error().is_some());
             return;
         }
         let works: Vec<_> = (0..20)

@@ -11,20 +11,20 @@ use crate::lifecycle::Engine;
 use crate::{deadline_in, time_left};
 
 /// What all of them together may take: a leave takes far less, but its thread may have to wait for a core.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIME_LIMIT: Duration = Duration::from_secs(1);
 
 /// What was told to end and may not have ended yet.
-static PARTING: Mutex<Vec<Box<dyn Parting>>> = Mutex::new(Vec::new());
+static LEAVING: Mutex<Vec<Box<dyn Leaving>>> = Mutex::new(Vec::new());
 
 /// Something that was told to end and takes its time.
-pub trait Parting: Send + 'static {
+pub trait Leaving: Send + 'static {
     /// True once there is nothing to wait for. Neither blocks nor frees anything.
     fn is_over(&self) -> bool;
     /// Waits for that, until `deadline` at most. Whatever else has to be said by then may be noted meanwhile, and is waited for, too.
     fn wait_over(&self, deadline: Instant);
 }
 
-impl<E: Engine> Parting for Weak<E> {
+impl<E: Engine> Leaving for Weak<E> {
     fn is_over(&self) -> bool {
         self.strong_count() == 0
     }
@@ -38,7 +38,7 @@ impl<E: Engine> Parting for Weak<E> {
 }
 
 /// Threads that hold the other end until they have let go of what they work on. Nothing is ever sent.
-impl Parting for Receiver<()> {
+impl Leaving for Receiver<()> {
     fn is_over(&self) -> bool {
         matches!(self.try_recv(), Err(TryRecvError::Disconnected))
     }
@@ -48,11 +48,11 @@ impl Parting for Receiver<()> {
     }
 }
 
-/// Notes that `parting` was told to end: the end of the process waits for it, 1 s at most for all together. Does not block.
+/// Notes that `leaving` was told to end: the end of the process waits for it, 1 s at most for all together. Does not block.
 ///
 /// For what is not behind a [`Lifecycle`](crate::lifecycle::Lifecycle), which does so by itself. A process that is killed, or leaves by
 /// `_exit` or `abort`, waits for nothing.
-pub fn part_from(parting: impl Parting) {
+pub fn leave_at_exit(leaving: impl Leaving) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
         // SAFETY: the handler is a function that lives as long as this library; in one that is unloaded it runs before that.
@@ -60,32 +60,32 @@ pub fn part_from(parting: impl Parting) {
             tracing::warn!("a process that ends right after it has left a group may be taken for dead: no room for an exit handler");
         }
     });
-    let mut all = PARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
     all.retain(|earlier| !earlier.is_over());
-    all.push(Box::new(parting));
+    all.push(Box::new(leaving));
 }
 
-/// As [`part_from`], for an engine.
-pub(crate) fn part_from_engine<E: Engine>(engine: &Arc<E>) {
-    part_from(Arc::downgrade(engine));
+/// As [`leave_at_exit`], for an engine.
+pub(crate) fn leave_engine_at_exit<E: Engine>(engine: &Arc<E>) {
+    leave_at_exit(Arc::downgrade(engine));
 }
 
 extern "C" fn at_exit() {
-    wait_for_partings();
+    wait_for_leaves();
 }
 
-/// Waits for what [`part_from`] noted, as the end of the process does: for an exit handler that may leave by `_exit` before that has its turn.
-pub fn wait_for_partings() {
+/// Waits for what [`leave_at_exit`] noted, as the end of the process does: for an exit handler that may leave by `_exit` before that has its turn.
+pub fn wait_for_leaves() {
     if crate::forked::is_child() {
         // The threads that would end them are the parent's, and so are their connections.
         return;
     }
-    let until = deadline_in(PATIENCE);
+    let until = deadline_in(TIME_LIMIT);
     // One at a time and outside the lock: the end of one may bring others.
     loop {
-        let next = PARTING.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let next = LEAVING.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match next {
-            Some(parting) => parting.wait_over(until),
+            Some(leaving) => leaving.wait_over(until),
             None => return,
         }
     }
@@ -178,7 +178,7 @@ mod tests {
     /// Threads that begin to end only when a caller waits for it.
     struct Bidden(Cell<Option<Sender<()>>>, Receiver<()>);
 
-    impl Parting for Bidden {
+    impl Leaving for Bidden {
         fn is_over(&self) -> bool {
             self.1.is_over()
         }
@@ -211,7 +211,7 @@ mod tests {
                     drop(configured(at_once));
                     drop(holding);
                 });
-                part_from(Bidden(Cell::new(Some(go)), thread));
+                leave_at_exit(Bidden(Cell::new(Some(go)), thread));
             }
             "endless" => drop(configured(None)),
             other => panic!("{other}"),
@@ -234,7 +234,7 @@ mod tests {
         for (scene, said) in scenes {
             let output = Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", "--nocapture"])
-                .arg("parting::tests::the_end_of_a_process_waits_for_what_it_told_to_end_but_not_for_ever")
+                .arg("exit::tests::the_end_of_a_process_waits_for_what_it_told_to_end_but_not_for_ever")
                 .env(SCENE, scene)
                 .output()
                 .unwrap();
