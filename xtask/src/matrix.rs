@@ -505,6 +505,16 @@ pub(crate) const ROWS: &[Row] = &[
         Run::Python,
         minutes(25),
     ),
+    long(row(
+        "burn",
+        None,
+        "the adapter for burn, in a workspace of its own",
+        nothing,
+        Run::Apart {
+            manifest: "crates/adapters/burn/Cargo.toml",
+        },
+        minutes(10),
+    )),
     // Measures how fast links carry and survivors hear.
     alone(row(
         "e2e",
@@ -546,6 +556,8 @@ pub(crate) struct Row {
     pub(crate) limit: Duration,
     /// Never beside another row: it measures, and others would be measured with it.
     pub(crate) is_alone: bool,
+    /// Runs with `--long`, or by its name: it takes minutes to build, and little of it is ours.
+    pub(crate) is_long: bool,
 }
 
 /// `row`, but never beside another one.
@@ -554,6 +566,11 @@ const fn alone(row: Row) -> Row {
         is_alone: true,
         ..row
     }
+}
+
+/// `row`, but not in the usual run.
+const fn long(row: Row) -> Row {
+    Row { is_long: true, ..row }
 }
 
 const fn row(
@@ -572,6 +589,7 @@ const fn row(
         run,
         limit,
         is_alone: false,
+        is_long: false,
     }
 }
 
@@ -813,6 +831,8 @@ pub(crate) enum Skip {
     Python { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
+    /// It takes long, and was not asked for.
+    Long { name: &'static str },
 }
 
 impl Skip {
@@ -826,6 +846,10 @@ impl fmt::Display for Skip {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
+            Self::Long { name } => write!(
+                f,
+                "takes minutes to build: `cargo xtask test --row {name}`, or --long"
+            ),
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
             Self::Nvrtc { why } => write!(f, "NVRTC cannot be had: {why}"),

@@ -108,6 +108,11 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     Ok(counts.failed == 0)
 }
 
+/// True for a long row that was not asked for.
+fn is_left_out(row: &Row, args: &TestArgs) -> bool {
+    row.is_long && !args.long && !args.rows.iter().any(|name| name == row.name)
+}
+
 /// What the rows share while they run.
 struct Matrix<'a> {
     args: &'a TestArgs,
@@ -185,6 +190,9 @@ impl Matrix<'_> {
 
     /// Asks a row's probe, once.
     fn probe(&self, row: &Row) -> Result<Environment, Skip> {
+        if is_left_out(row, self.args) {
+            return Err(Skip::Long { name: row.name });
+        }
         let mut probed = lock(&self.probed);
         let said = probed.entry(row.name).or_insert_with(|| (row.probe)());
         said.clone()
@@ -535,6 +543,23 @@ mod tests {
             failed,
             ..Tally::default()
         }
+    }
+
+    #[test]
+    fn a_long_row_is_left_out_unless_it_is_asked_for() {
+        let burn = ROWS.iter().find(|row| row.name == "burn").unwrap();
+        let unit = ROWS.iter().find(|row| row.name == "unit").unwrap();
+        let usual = TestArgs::default();
+        assert!(is_left_out(burn, &usual) && !is_left_out(unit, &usual));
+        let long = TestArgs {
+            long: true,
+            ..TestArgs::default()
+        };
+        let by_name = TestArgs {
+            rows: strings(&["burn"]),
+            ..TestArgs::default()
+        };
+        assert!(!is_left_out(burn, &long) && !is_left_out(burn, &by_name));
     }
 
     fn strings(items: &[&str]) -> Vec<String> {

@@ -1,6 +1,7 @@
 //! `oxccl trace`: what the flight recorders of a job's processes have kept, shown, compared and passed on to other tools.
 
 mod chrome;
+mod dump;
 mod merge;
 mod pickle;
 mod record;
@@ -10,8 +11,9 @@ mod torch;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use oxccl::core::{Error, Result};
+use oxccl::core::{Error, Result, deadline_in};
 
 use self::record::{Operation, Record};
 use super::ExitCode;
@@ -28,10 +30,14 @@ Examples:
     oxccl trace merge records/*.json --chrome trace.json --torch for-torch
     python -m torch.distributed.flight_recorder.fr_trace for-torch
 
+  The record of a process that runs, and hangs:
+    oxccl trace dump 4711
+
   The last operations of one process:
     oxccl trace show records/flight-host1-4711-1764000000000.json
 
-  The programs of this repository write their records on SIGUSR2, too, and `oxccl launch` passes it on (docs/observability.md).
+  `dump` sends SIGUSR2. The programs of this repository write their records then, and `oxccl launch` passes it on to all its ranks
+  (docs/observability.md); a program without a handler for it is left alone.
 
 Exit codes of `merge`:
   0    the records agree
@@ -49,10 +55,22 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, clap::Subcommand)]
 enum What {
+    /// Asks processes of this machine for their records, and prints the files.
+    Dump(Dump),
     /// The last operations of one process.
     Show(Show),
     /// Where the records of several processes first differ, in one sentence.
     Merge(Merge),
+}
+
+#[derive(Debug, clap::Args)]
+struct Dump {
+    /// Their numbers, as `oxccl launch` prints them.
+    #[arg(value_name = "PID", required = true)]
+    processes: Vec<u32>,
+    /// How long to wait for each file.
+    #[arg(long, default_value_t = 10.0, value_name = "S", value_parser = positive)]
+    wait_s: f64,
 }
 
 #[derive(Debug, clap::Args)]
@@ -93,6 +111,14 @@ fn positive(text: &str) -> Result<f64, String> {
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     match arguments.what {
+        What::Dump(asked) => {
+            for pid in asked.processes {
+                let limit = Duration::from_secs_f64(asked.wait_s.min(86_400.0));
+                let path = dump::dump(pid, deadline_in(limit))?;
+                crate::results::write(&format!("{}\n", path.display()))?;
+            }
+            Ok(ExitCode::SUCCESS)
+        }
         What::Show(show) => {
             let record = read(&show.file)?;
             crate::results::write(&shown(&record, show.last))?;

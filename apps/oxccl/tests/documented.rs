@@ -31,6 +31,10 @@ const NOT_RUN: &[(&str, &str)] = &[
         "needs a job; the tests of the training programs give such orders",
     ),
     (
+        "trace dump",
+        "needs a process that hangs; tests/trace.rs asks one",
+    ),
+    (
         "trace merge",
         "needs records of a failure; tests/trace.rs makes some",
     ),

@@ -142,16 +142,40 @@ fn run(scene: &str) -> tempfile::TempDir {
     }
     if scene == "hangs" {
         let child = &mut ranks[ODD as usize];
-        kill_process(Pid::from_child(child), Signal::USR2).unwrap();
-        let until = deadline_in(Duration::from_secs(60));
-        while records(folder.path()).len() < WORLD as usize {
-            assert!(Instant::now() < until, "no record on a signal");
-            std::thread::sleep(Duration::from_millis(5));
+        // The second one replaces the first.
+        for _ in 0..2 {
+            let (code, text) = dumped(child.id());
+            assert_eq!(code, Some(0), "{text}");
+            assert!(Path::new(text.trim()).exists(), "{text}");
         }
+        assert_eq!(records(folder.path()).len(), WORLD as usize);
         child.kill().unwrap();
         child.wait().unwrap();
     }
     folder
+}
+
+/// What `oxccl trace dump` says of a process, and its exit code.
+fn dumped(pid: u32) -> (Option<i32>, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+        .args(["trace", "dump", "--wait-s", "60", &pid.to_string()])
+        .output()
+        .unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8_lossy(&text).into_owned())
+}
+
+#[test]
+fn a_process_that_the_signal_would_end_is_left_alone() {
+    let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+    let (code, text) = dumped(child.id());
+    assert!(code.is_some_and(|c| c != 0), "{text}");
+    assert!(text.contains("no handler for SIGUSR2"), "{text}");
+    assert!(child.try_wait().unwrap().is_none(), "it was ended");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let (_, text) = dumped(u32::MAX / 4);
+    assert!(text.contains("there is no process"), "{text}");
 }
 
 /// What `oxccl trace merge` says of a scene, and its exit code.
