@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(values(&set, 2), [5.0, 6.0, 7.0, 8.0]);
         set.write(2, &mut |s| s[3] = 80.0).unwrap();
         let data = set.module().second.weight.val().to_data();
-        assert_eq!(data.to_vec::<f32>().unwrap(), [5.0, 6.0, 7.0, 80.0]);
+        assert_eq!(data.try_to_vec::<f32>().unwrap(), [5.0, 6.0, 7.0, 80.0]);
         assert!(set.read(4, &mut |_| ()).is_err() && set.write(4, &mut |_| ()).is_err());
     }
 

@@ -56,7 +56,7 @@ pub(crate) fn list<M: Module>(module: &M) -> Result<Vec<Found>> {
 fn elements<const D: usize>(what: &str, tensor: Tensor<D>) -> Result<Vec<f32>> {
     let failed = |text: String| Error::new(ErrorKind::Backend, format!("burn: reading {what}: {text}"));
     let data = tensor.try_into_data().map_err(|e| failed(format!("{e:?}")))?;
-    data.to_vec::<f32>().map_err(|e| failed(format!("{e:?}")))
+    data.try_to_vec::<f32>().map_err(|e| failed(format!("{e:?}")))
 }
 
 /// The elements of parameter `wanted`.
