@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output, seconds};
-use crate::{TestArgs, book, deny, locks, runner, tidy};
+use crate::{TestArgs, book, deny, deploy, locks, runner, tidy};
 
 /// The whole run should take less than this on two cores, from nothing.
 const GOAL: Duration = Duration::from_secs(25 * 60);
@@ -54,6 +54,7 @@ const STEPS: &[Step] = &[
     task("locks", locks::check),
     task("deny", deny::check),
     task("book", book::build),
+    task("deploy", deploy::check),
     // What a registry would get: every file and README that a manifest names is there. It is built by the steps below.
     cargo(
         "package",

@@ -1,7 +1,7 @@
 //! `cargo xtask`: what a developer and continuous integration run.
 //!
 //! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
-//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run, `faults` takes cures out, `book` builds the documentation. Every child
+//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run, `faults` takes cures out, `book` builds the documentation, `deploy` checks the jobs ready to use. Every child
 //! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
@@ -17,6 +17,7 @@ mod ci;
 mod debian;
 mod delays;
 mod deny;
+mod deploy;
 mod etcd;
 mod faults;
 mod launchers;
@@ -85,6 +86,8 @@ enum Task {
     Torchft,
     /// Build the documentation as a site (mdBook) and print where it is.
     Book,
+    /// Check the jobs ready to use in deploy/: Kubernetes' schemas, the shell's reader.
+    Deploy,
     /// Build the Python package's wheel for manylinux on x86-64, install it into a new environment and try it there.
     Wheel,
     /// Run everything that continuous integration runs, and print a table of the steps.
@@ -154,6 +157,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Nccl => Ok(nccl::run()),
         Task::Torchft => Ok(torchft::run()),
         Task::Book => book::build(),
+        Task::Deploy => deploy::check(),
         Task::Wheel => wheel::run(),
         Task::Ci => ci::run(),
     }

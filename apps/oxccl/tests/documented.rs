@@ -127,6 +127,34 @@ fn every_documented_command_and_option_is_there() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// The files in `deploy/` start the command in forms of their own: `exec oxccl launch …` of a shell, and a list with an item for each argument.
+#[test]
+fn the_jobs_ready_to_use_give_options_that_are_there() {
+    let folder = root().join("deploy");
+    let text = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap();
+    let of_a_shell = |file: &str| -> Vec<String> {
+        let text = text(file);
+        let (_, command) = text.split_once("exec oxccl ").unwrap();
+        let words = command.split_whitespace().filter(|word| *word != "\\");
+        words
+            .map(|word| word.trim_matches('"').to_owned())
+            .take_while(|word| word != "--")
+            .collect()
+    };
+    let listed = text("kubernetes/lighthouse.yaml");
+    let (_, list) = listed.split_once("- oxccl\n").unwrap();
+    let items = list.lines().map_while(|line| line.trim().strip_prefix("- "));
+    let grammar = oxccl_cli::grammar();
+    for (file, words) in [
+        ("slurm/replicas.sbatch", of_a_shell("slurm/replicas.sbatch")),
+        ("kubernetes/replicas.yaml", of_a_shell("kubernetes/replicas.yaml")),
+        ("kubernetes/lighthouse.yaml", items.map(str::to_owned).collect()),
+    ] {
+        assert!(words.len() > 5, "{file}: {words:?}");
+        assert_eq!(unknown(&grammar, &words), None, "{file}");
+    }
+}
+
 #[test]
 fn documented_commands_that_take_a_moment_do_what_they_should() {
     let folder = tempfile::tempdir().unwrap();

@@ -238,6 +238,14 @@ pub(crate) fn files_named(root: &Path, name: &str) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
+/// Every file with this extension below `folder`, sorted.
+pub(crate) fn files_below(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    collect(folder, extension, &mut paths)?;
+    paths.sort();
+    Ok(paths)
+}
+
 fn collect(folder: &Path, extension: &str, into: &mut Vec<PathBuf>) -> Result<()> {
     let entries = fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
     for entry in entries {

@@ -2,17 +2,26 @@
 
 use std::process::Command;
 
-use libtest_mimic::Trial;
+use libtest_mimic::{Failed, Trial};
 
-use crate::{Outcome, SCENE, all_reduced, finish, free_ports, program};
+use crate::{Outcome, SCENE, all_reduced, finish, free_ports, program, said};
 
-/// `mpirun` of each: the variable that says where it is, and what it needs besides.
-const MPIS: [(&str, &str, &[&str]); 2] = [
-    ("mpich", "OXCCL_TEST_MPICH", &[]),
+/// An MPI's name, the variable that says where its `mpirun` is, what that needs besides, and what keeps it from ending all ranks with one.
+type Mpi = (
+    &'static str,
+    &'static str,
+    &'static [&'static str],
+    Option<&'static str>,
+);
+
+const MPIS: [Mpi; 2] = [
+    // It ends them all within milliseconds, with `-disable-auto-cleanup` too (5.0.2).
+    ("mpich", "OXCCL_TEST_MPICH", &[], None),
     (
         "open-mpi",
         "OXCCL_TEST_OPEN_MPI",
         &["--allow-run-as-root", "--oversubscribe"],
+        Some("--enable-recovery"),
     ),
 ];
 
@@ -26,20 +35,39 @@ pub(crate) fn trials() -> Vec<Trial> {
         ("ranks_meet_at_an_address", at_an_address),
     ];
     let mut trials = Vec::new();
-    for (name, variable, options) in MPIS {
+    for (name, variable, options, goes_on) in MPIS {
+        let path = std::env::var(variable);
+        let is_there = path.is_ok();
+        let mpirun = move |scene: &str, more: Option<&str>| -> Result<Command, Failed> {
+            let mut mpirun = Command::new(path.clone()?);
+            mpirun.args(options).args(more).args(["-n", "4"]);
+            mpirun.env(SCENE, scene).env_remove("MASTER_ADDR");
+            Ok(mpirun)
+        };
         for (case, run) in cases {
-            let path = std::env::var(variable);
-            let is_there = path.is_ok();
-            let trial = Trial::test(format!("{name}::{case}"), move || {
-                let mut mpirun = Command::new(path?);
-                mpirun.args(options).args(["-n", "4"]).env(SCENE, "reduce");
-                mpirun.env_remove("MASTER_ADDR");
-                run(mpirun)
-            });
+            let mpirun = mpirun.clone();
+            let trial = Trial::test(format!("{name}::{case}"), move || run(mpirun("reduce", None)?));
+            trials.push(trial.with_ignored_flag(!is_there));
+        }
+        if goes_on.is_some() {
+            let case = format!("{name}::a_killed_rank_is_named_by_the_others");
+            let trial = Trial::test(case, move || killed_rank(mpirun("die", goes_on)?));
             trials.push(trial.with_ignored_flag(!is_there));
         }
     }
     trials
+}
+
+fn killed_rank(mut mpirun: Command) -> Outcome {
+    let output = finish(mpirun.arg(program()))?;
+    let text = said(&output);
+    for rank in [0, 2, 3] {
+        let line = format!("rank {rank} heard PeerLost of rank 1");
+        if text.matches(&line).count() != 1 {
+            return Err(format!("'{line}' was not said once: {text}").into());
+        }
+    }
+    Ok(())
 }
 
 fn without_an_address(mut mpirun: Command) -> Outcome {

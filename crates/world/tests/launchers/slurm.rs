@@ -20,11 +20,12 @@ use crate::{LIMIT, Outcome, SCENE, finish, free_ports, program, said};
 type Case = (&'static str, fn(&Cluster) -> Outcome);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let cases: [Case; 5] = [
+    let cases: [Case; 6] = [
         ("ranks_of_four_nodes_meet_on_the_first", four_nodes),
         ("a_step_of_other_nodes_meets_on_its_own_first", later_nodes),
         ("a_killed_task_is_named_by_the_others", killed_task),
         ("a_requeued_job_meets_again", requeued),
+        ("the_batch_script_for_a_world_starts_it", world_script),
         ("a_batch_script_without_srun_is_told_what_to_do", without_srun),
     ];
     // One cluster for all of them, and one case at a time: they count its nodes.
@@ -361,6 +362,28 @@ fn requeued(cluster: &Cluster) -> Outcome {
         Ok(false)
     })?;
     ranks_of(1)
+}
+
+/// `deploy/slurm/world.sbatch` as it is.
+fn world_script(cluster: &Cluster) -> Outcome {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/slurm/world.sbatch");
+    let out = cluster.path("world.out");
+    let mut sbatch = cluster.command("sbatch");
+    sbatch
+        .env(SCENE, "reduce")
+        .args(["--nodes=2", "--ntasks-per-node=2", "-o"]);
+    sbatch.arg(&out).arg(script.canonicalize()?);
+    // Each rank has a file of its own, as above.
+    let rank = format!("exec >\"world.$SLURM_PROCID\"; {RANK}");
+    let submitted = finish(sbatch.args(["sh", "-c", &rank, &program()]))?;
+    if !submitted.status.success() {
+        return Err(said(&submitted).into());
+    }
+    let ended = cluster.wait_for_ranks(4, |rank| cluster.path(&format!("world.{rank}")));
+    all_have_it(&ended.map_err(|e| {
+        let script = fs::read_to_string(&out).unwrap_or_default();
+        format!("{}\nthe script said: {script}", e.message().unwrap_or("?"))
+    })?)
 }
 
 fn without_srun(cluster: &Cluster) -> Outcome {

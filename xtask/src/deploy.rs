@@ -1,0 +1,68 @@
+//! `cargo xtask deploy`: the jobs ready to use in `deploy/`, as far as they can be checked without a cluster: those for Kubernetes against the
+//! schemas of its API, the scripts for Slurm by the shell's own reader. The tests of the row `slurm` submit the one for a world.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::deny::cache;
+use crate::metadata::Metadata;
+use crate::process::{self, Output};
+use crate::tidy::files_below;
+use crate::venv;
+
+/// With the schemas of Kubernetes 1.37, so that no network is needed.
+const REQUIREMENTS: &str = "\
+attrs==26.1.0
+importlib_resources==7.1.0
+jsonschema==4.26.0
+jsonschema-specifications==2025.9.1
+kubernetes-validate==1.37.0
+packaging==26.4
+PyYAML==6.0.4
+referencing==0.37.0
+rpds-py==2026.9.1
+typing_extensions==4.16.0
+";
+
+const INSTALL_LIMIT: Duration = Duration::from_secs(5 * 60);
+const CHECK_LIMIT: Duration = Duration::from_secs(60);
+
+/// Checks the files. True if all are as they should be.
+pub(crate) fn check() -> Result<bool> {
+    let metadata = Metadata::read()?;
+    let folder = metadata.workspace_root.join("deploy");
+    let tools = cache(&metadata).join("kubernetes-validate-1.37.0");
+    venv::environment(&tools, REQUIREMENTS, &[], INSTALL_LIMIT)?;
+    let mut validate = Command::new(tools.join("bin/kubernetes-validate"));
+    validate.args(["--strict", "--quiet"]);
+    let mut read = Command::new("bash");
+    read.args(["-n", "--"]);
+    let checks = [
+        (
+            "kubernetes-validate --strict",
+            validate,
+            files_below(&folder, "yaml")?,
+        ),
+        ("bash -n", read, files_below(&folder, "sbatch")?),
+    ];
+    let mut is_well = true;
+    for (name, command, files) in checks {
+        is_well &= run(name, command, &files)?;
+    }
+    Ok(is_well)
+}
+
+fn run(name: &str, mut command: Command, files: &[PathBuf]) -> Result<bool> {
+    if files.is_empty() {
+        bail!("{name} has no files to check below deploy/");
+    }
+    let finished = process::run(command.args(files), CHECK_LIMIT, Output::Inherit, |_| {})?;
+    if !finished.is_success() {
+        println!("{name}: {}", finished.describe());
+    }
+    println!("{name}: {} files", files.len());
+    Ok(finished.is_success())
+}
