@@ -11,7 +11,7 @@ use oxccl::core::{
     ReduceOp, SubmitOptions, Tensor, deadline_in,
 };
 use oxccl::gloo::GlooGroup;
-use rustix::process::{Pid, Signal, getpid, kill_process};
+use rustix::process::{Signal, getpid, kill_process};
 
 /// What a rank does, and which it is; set for the processes that the tests start.
 const SCENE: &str = "OXCCL_TEST_SCENE";
