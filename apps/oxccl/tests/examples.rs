@@ -141,6 +141,21 @@ fn sharded_replicas_end_with_the_same_parts() {
 }
 
 #[test]
+fn diloco_averages_the_parts_of_sharded_replicas_rank_by_rank() {
+    let text = replicas("hsdp_diloco", "2");
+    let of = |rank: u32| -> Vec<&str> {
+        let line = format!("rank {rank} has ");
+        text.lines().filter_map(|l| l.split(&line).nth(1)).collect()
+    };
+    // Equal across the replicas; the parts of a replica differ.
+    for rank in [0, 1] {
+        assert!(of(rank).len() == 2 && of(rank)[0] == of(rank)[1], "{text}");
+    }
+    assert_ne!(of(0), of(1), "{text}");
+    assert!(count(&text, " by 2 replicas") > 0, "{text}");
+}
+
+#[test]
 fn a_sharded_replica_whose_rank_is_killed_heals_rank_by_rank_and_ends_with_the_same_parts() {
     let logs = tempfile::tempdir().unwrap();
     let mut launcher = Command::new(env!("CARGO_BIN_EXE_oxccl"))
