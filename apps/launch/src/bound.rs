@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_end_and_last_words_are_seen_and_a_wait_ends_at_its_deadline() {
+    fn its_end_and_last_output_are_seen_and_a_wait_ends_at_its_deadline() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
         let shell = |script: &str| {

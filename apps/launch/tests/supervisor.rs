@@ -469,7 +469,7 @@ fn all_that_a_incarnation_reported_comes_before_its_end() {
             for incarnation in [0, 1] {
                 let position =
                     |wanted: &dyn Fn(&SupervisorEvent) -> bool| seen.iter().position(wanted).unwrap();
-                let last_words = position(&|e| match e {
+                let last_output = position(&|e| match e {
                     SupervisorEvent::Replica(e) => {
                         e.replica == replica
                             && e.incarnation == incarnation
@@ -483,7 +483,7 @@ fn all_that_a_incarnation_reported_comes_before_its_end() {
                 let exited = position(
                     &|e| matches!(e, SupervisorEvent::Exited { replica: r, incarnation: l, .. } if (*r, *l) == (replica, incarnation)),
                 );
-                assert!(last_words < exited, "{seen:?}");
+                assert!(last_output < exited, "{seen:?}");
             }
         }
     }

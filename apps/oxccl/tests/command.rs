@@ -157,7 +157,7 @@ fn credentials_of_another_job_end_a_launch_before_anything_starts() {
 }
 
 #[test]
-fn a_good_run_ends_with_0_and_a_failed_one_with_1_and_its_last_words() {
+fn a_good_run_ends_with_0_and_a_failed_one_with_1_and_its_last_output() {
     let (_listener, url) = listening();
     let dir = tempfile::tempdir().unwrap();
     let run = |script: &str| {

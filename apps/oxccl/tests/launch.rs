@@ -5,7 +5,7 @@ use std::io::{BufRead as _, BufReader};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oxccl::core::{Device, ProcessGroupExt as _, ReduceOp, Tensor, deadline_in};
 use oxccl::world::{Place, World, WorldOptions};
@@ -250,7 +250,7 @@ fn what_the_processes_write_comes_out_with_their_names_unless_it_is_to_be_quiet(
 }
 
 #[test]
-fn the_last_words_of_a_killed_process_come_before_the_news_of_its_end() {
+fn the_last_output_of_a_killed_process_comes_before_the_notice_of_its_end() {
     let (_listener, url) = listening();
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--lighthouse", &url, "--max-restarts", "0"];
@@ -298,6 +298,38 @@ fn signals_are_passed_on_as_they_came() {
         two(&format!("got {name}"));
         assert_eq!(child.wait().unwrap().code(), Some(130));
     }
+}
+
+#[test]
+fn a_second_signal_ends_what_does_not_end_by_itself_without_waiting_for_the_grace() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = [
+        "--lighthouse",
+        &url,
+        "--replicas",
+        "1",
+        "--max-restarts",
+        "0",
+        "--grace-s",
+        "90",
+    ];
+    let script = "trap 'echo got TERM' TERM; echo ready; while :; do sleep 0.02; done";
+    let begun = Instant::now();
+    let mut child = launch_script(dir.path(), &arguments, script)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap()).lines();
+    let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
+    // The process hears of the first one and stays.
+    for text in ["ready", "got TERM"] {
+        assert_eq!(out.next().unwrap().unwrap(), format!("[replica 0] {text}"));
+        kill_process(pid, Signal::TERM).unwrap();
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
 }
 
 mod nodes {

@@ -16,14 +16,14 @@ use crate::rig::*;
 pub(crate) const TESTS: &[(&str, fn())] = &[
     (
         "endings::a_process_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid",
-        last_words,
+        last_notice,
     ),
     (
         "endings::ranks_of_a_backend_that_tells_nobody_hear_of_them_too",
-        last_words_of_a_library,
+        last_notice_of_a_library,
     ),
     (
-        "endings::the_last_words_of_a_process_count_even_where_its_end_is_seen_before_them",
+        "endings::the_last_notice_of_a_process_counts_even_where_its_end_is_seen_before_it",
         words_behind_the_end,
     ),
     ("endings::a_process_that_ends_without_a_word_is_a_death", no_words),
@@ -244,7 +244,7 @@ fn heard_over(scene: &str, is_far: bool) -> Error {
     error
 }
 
-fn last_words() {
+fn last_notice() {
     let scenes = [
         ("dropped", "left"),
         ("aborted", "it ends"),
@@ -263,7 +263,7 @@ fn last_words() {
     assert!(told >= 3, "{BEHIND}: {late:?}");
 }
 
-fn last_words_of_a_library() {
+fn last_notice_of_a_library() {
     let scenes = [
         ("library: dropped", "left the group, which still needed it"),
         ("library: dropped busy", "the group was dropped"),

@@ -169,7 +169,7 @@ fn run(path: &Path, limit: Duration) -> Result<(), Unavailable> {
             });
         }
     };
-    let words = watched.last_words();
+    let words = watched.last_output();
     if let Some(signal) = status.signal() {
         return Err(Unavailable::ProbeCrashed {
             signal,
@@ -271,7 +271,7 @@ impl Watched {
     }
 
     /// The last lines of its standard error, without control characters.
-    fn last_words(&self) -> String {
+    fn last_output(&self) -> String {
         let text = String::from_utf8_lossy(&self.words);
         let lines: Vec<String> = text
             .lines()
