@@ -241,3 +241,17 @@ fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(Option
         found => Ok(found),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_cure_stands_in_the_tree_once() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for fault in FAULTS {
+            let planted = plant(&root, fault).unwrap_or_else(|e| panic!("{e:#}"));
+            assert!(planted.iter().all(|f| f.whole != f.without), "{}", fault.0);
+        }
+    }
+}
