@@ -476,7 +476,7 @@ fn assumptions(links: &Links, job: &Job) -> Vec<String> {
         format!("what a rank does itself for a value that it exchanges: {}", job.per_value),
         "the model fits each rank; what a method costs in loss is not weighed: H = 30 to 500, τ ≤ 5 and 4 bits are what papers trained with".to_string(),
         format!(
-            "lighthouse: {} for a call at this size, as measured on two cores (docs/tolerance.md)",
+            "lighthouse: {} for a call at this size, as measured on two cores (docs/benchmarks/tolerance.md)",
             lighthouse_call(u32::try_from(links.hosts().len()).unwrap_or(u32::MAX))
         ),
     ];

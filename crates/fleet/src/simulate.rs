@@ -77,7 +77,7 @@ pub struct Outcome {
     pub lighthouse: f64,
 }
 
-/// The lighthouse's time for a call in a step of so many replicas: `cargo xtask bench-lighthouse` on two cores (docs/tolerance.md), the time of
+/// The lighthouse's time for a call in a step of so many replicas: `cargo xtask bench-lighthouse` on two cores (docs/benchmarks/tolerance.md), the time of
 /// a step over its calls. Between the measured sizes, and beyond, by the logarithm of the size.
 pub fn lighthouse_call(replicas: u32) -> Seconds {
     const MEASURED: [(f64, f64); 5] = [
