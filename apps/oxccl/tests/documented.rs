@@ -36,11 +36,11 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("--etcd", "needs etcd; the row `etcd` has it"),
     (
         "-- train_diloco replica",
-        "needs that program; examples/tests/recipe.rs runs the README's",
+        "needs that program; examples/tests/machines.rs runs such commands of the documents",
     ),
     (
         "replica evict replica0",
-        "needs a job that trains; examples/tests/operator.rs gives such orders",
+        "needs a job that trains; examples/tests/machines.rs gives this order",
     ),
     (
         "trace dump",
@@ -48,7 +48,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ),
     (
         "replica drain replica1",
-        "needs a job that trains; examples/tests/operator.rs gives such orders",
+        "needs a job that trains; examples/tests/machines.rs gives this order",
     ),
 ];
 
