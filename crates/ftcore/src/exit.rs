@@ -104,7 +104,7 @@ mod tests {
     use crate::{Configuration, Epoch, Error, InMemoryStore, Result};
 
     /// What a process of its own does before it ends.
-    const SCENE: &str = "OXCCL_TEST_PARTING";
+    const SCENE: &str = "OXCCL_TEST_EXIT";
     const SOON: Duration = Duration::from_secs(20);
 
     /// Ends only once a caller waits for it, after this time or never, and says so.

@@ -175,20 +175,20 @@ impl Connection {
         Ok(Self(Wire::over(stream)))
     }
 
-    /// The head of the answer to `GET {prefix}{path}`, within `within`.
+    /// The head of the answer to `GET {prefix}{path}`, within `answer_limit`.
     async fn get(
         &mut self,
         source: &Source,
         path: &str,
         headers: &[(&str, String)],
-        within: Duration,
+        answer_limit: Duration,
     ) -> Result<Head> {
         let whole = format!("{}{path}", source.prefix);
         let asked = self.0.get(&source.authority, &whole, headers);
-        let answer = timeout(within, asked).await.map_err(|_| {
+        let answer = timeout(answer_limit, asked).await.map_err(|_| {
             source.error(
                 ErrorKind::PeerLost,
-                format!("no answer for {path} within {within:?}"),
+                format!("no answer for {path} within {answer_limit:?}"),
             )
         })?;
         answer.map_err(|e| match e {
@@ -312,8 +312,8 @@ async fn ask_once(
     headers.extend(wanted.epoch.map(|e| (EPOCH_HEADER, e.to_string())));
     headers.extend(wanted.lineage.clone().map(|l| (LINEAGE_HEADER, l)));
     // Hashing a large state takes the source a while the first time.
-    let within = wait + stall + Duration::from_secs(options.max_state_bytes >> 30);
-    let head = connection.get(source, &path, &headers, within).await?;
+    let answer_limit = wait + stall + Duration::from_secs(options.max_state_bytes >> 30);
+    let head = connection.get(source, &path, &headers, answer_limit).await?;
     if head.status == StatusCode::NOT_FOUND {
         let text = refusal(source, &path, (&mut connection, head), stall).await;
         return Ok(Answer::NotYet(text.message().to_owned()));

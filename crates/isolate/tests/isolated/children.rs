@@ -39,7 +39,7 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         dies_in_configure,
     ),
     ("children::shared_tensors_outlive_child_and_group", shared_tensors),
-    ("children::files_that_a_killed_child_left_are_removed", litter),
+    ("children::files_that_a_killed_child_left_are_removed", left_files),
     (
         "children::a_helper_is_found_by_its_name_on_the_path",
         helper_on_path,
@@ -455,12 +455,12 @@ fn shared_tensors() {
 
 static KEPT: std::sync::Mutex<Option<Tensor>> = std::sync::Mutex::new(None);
 
-fn litter() {
+fn left_files() {
     // It belongs to another process: it is not the child's.
     let others = format!("/dev/shm/{}:0:0", std::process::id());
     std::fs::write(&others, "").unwrap();
     for end in ["abort", "kill"] {
-        let group = alone(odd("litter"));
+        let group = alone(odd("left_files"));
         let pid = group.child_pid().unwrap();
         let own = format!("/dev/shm/{pid}:0:0");
         let work = group

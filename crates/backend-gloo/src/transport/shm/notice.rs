@@ -14,7 +14,7 @@ const SAID: usize = 0;
 const ENDED: usize = 256;
 /// Where the bytes begin.
 const BYTES: usize = 512;
-/// Bytes of a notices with its words.
+/// Bytes of one direction: the words that say what is there, and what is said.
 pub(super) const NOTICE: usize = 2 * PAGE;
 /// Bytes that can be said.
 pub(crate) const NOTICE_BYTES: usize = NOTICE - BYTES;
