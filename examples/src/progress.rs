@@ -434,6 +434,7 @@ mod tests {
                 signal: Some(9),
                 tail: "noise".into(),
                 restart_in_ms: Some(500),
+                cause: Some(0),
                 t_us: 2_000_000,
             },
             replica(

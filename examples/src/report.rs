@@ -183,6 +183,8 @@ pub struct Report {
 struct Incarnation {
     spawned_us: Option<u64>,
     exited: Option<(u64, ExitSummary)>,
+    /// The rank that brought the end of the replica's incarnation about; known of the rank that ended last.
+    cause: Option<u32>,
     /// The first and the last inner step that it computed.
     steps: Option<(u64, u64)>,
     rate_sum: f64,
@@ -288,6 +290,7 @@ fn gather(events: &[SupervisorEvent]) -> (Incarnations, Option<Outcome>, Option<
                 incarnation,
                 status,
                 signal,
+                cause,
                 t_us,
                 ..
             } => {
@@ -295,12 +298,13 @@ fn gather(events: &[SupervisorEvent]) -> (Incarnations, Option<Outcome>, Option<
                     status: *status,
                     signal: *signal,
                 };
-                incarnations
+                let incarnation = incarnations
                     .entry((*replica, *rank))
                     .or_default()
                     .entry(*incarnation)
-                    .or_default()
-                    .exited = Some((*t_us, exit));
+                    .or_default();
+                incarnation.exited = Some((*t_us, exit));
+                incarnation.cause = *cause;
             }
             SupervisorEvent::Finished(end) => outcome = Some(end.clone()),
             SupervisorEvent::LighthouseUp { .. } | SupervisorEvent::LighthouseExited { .. } => {}
@@ -430,21 +434,16 @@ impl Report {
 /// The incarnations that ended before their replica was done, each with the longest stall of another replica around it.
 fn deaths(incarnations: &Incarnations, stalls: &mut [Stall]) -> Vec<Death> {
     let mut deaths = Vec::new();
-    // The ranks of a replica end together: the one that ended first tells how.
-    let mut first: BTreeMap<(u32, u32), (u64, u32, ExitSummary)> = BTreeMap::new();
-    for ((replica, rank), all) in incarnations {
-        for (index, incarnation) in all {
-            let Some((t_us, exit)) = incarnation.exited.filter(|(_, exit)| !exit.success()) else {
-                continue;
-            };
-            let end = first.entry((*replica, *index)).or_insert((t_us, *rank, exit));
-            if t_us < end.0 {
-                *end = (t_us, *rank, exit);
-            }
-        }
-    }
-    for ((replica, index), (t_us, rank, exit)) in first {
+    // The ranks of a replica end together, and the last event tells which of them is the cause.
+    let ends = incarnations.iter().flat_map(|((replica, _), all)| {
+        all.iter()
+            .filter_map(|(index, incarnation)| Some((*replica, *index, incarnation.cause?)))
+    });
+    for (replica, index, rank) in ends {
         let Some(all) = incarnations.get(&(replica, rank)) else {
+            continue;
+        };
+        let Some((t_us, exit)) = all.get(&index).and_then(|incarnation| incarnation.exited) else {
             continue;
         };
         let mut stall: Option<&Stall> = None;

@@ -570,6 +570,10 @@ impl Machine {
             slot.fail(rank, exit, t_us);
         }
         let others_run = slot.is_running();
+        let cause = match others_run {
+            true => None,
+            false => slot.cause(&self.run.config.restart.fatal_codes),
+        };
         if others_run && is_first_failure && !slot.over {
             slot.kill_at = Some(deadline_in(RANK_GRACE));
             self.signal(who, Signal::TERM);
@@ -594,6 +598,7 @@ impl Machine {
                 signal: exit.signal,
                 tail,
                 restart_in_ms,
+                cause,
                 t_us,
             }),
         };

@@ -56,6 +56,9 @@ pub enum SupervisorEvent {
         tail: String,
         /// Milliseconds until the replica's next incarnation; `None` if there is none, or other ranks of this incarnation still run.
         restart_in_ms: Option<u64>,
+        /// The rank whose failure brought the others' end about. It need not be the one whose end was seen first. `None` if none failed, or other
+        /// ranks of this incarnation still run.
+        cause: Option<u32>,
         /// When.
         t_us: u64,
     },

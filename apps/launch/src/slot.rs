@@ -141,18 +141,21 @@ impl Slot {
         self.failed = Some(self.failed.map_or(this, |first| first.min(this)));
     }
 
-    /// How the incarnation ended and the end of its output: of the rank that ended with a code that no restart cures, else of the one whose
-    /// failure was the cause, else of the first.
-    pub(super) fn end(&self, fatal_codes: &[i32]) -> (Option<ExitSummary>, String) {
-        let is_fatal = |p: &&Process| {
+    /// The rank that brought the others' end about: the one that ended with a code that no restart cures, else the one whose failure was not
+    /// caused by another's. `None` as long as none has failed.
+    pub(super) fn cause(&self, fatal_codes: &[i32]) -> Option<u32> {
+        let is_fatal = |p: &Process| {
             let code = p.exit.and_then(|exit| exit.status);
             code.is_some_and(|code| fatal_codes.contains(&code))
         };
-        let fatal = self.ranks.iter().find(is_fatal);
-        let cause = fatal
-            .or_else(|| self.rank(self.failed?.rank))
-            .or_else(|| self.ranks.first());
-        cause.map_or((None, String::new()), |p| (p.exit, p.tail.clone()))
+        let fatal = (0..).zip(&self.ranks).find(|(_, process)| is_fatal(process));
+        fatal.map(|(rank, _)| rank).or_else(|| Some(self.failed?.rank))
+    }
+
+    /// How the incarnation ended and the end of its output: of the rank that was the cause, else of the first.
+    pub(super) fn end(&self, fatal_codes: &[i32]) -> (Option<ExitSummary>, String) {
+        let process = self.rank(self.cause(fatal_codes).unwrap_or(0));
+        process.map_or((None, String::new()), |p| (p.exit, p.tail.clone()))
     }
 }
 

@@ -208,7 +208,7 @@ fn a_replica_of_which_a_rank_dies_is_started_again_as_a_whole_and_the_others_are
         assert!(outcome.is_success(), "{outcome}");
         let incarnations: Vec<u32> = outcome.replicas.iter().map(|r| r.incarnations).collect();
         assert_eq!(incarnations, [1, 2]);
-        let ends: Vec<(u32, Option<u64>)> = seen
+        let ends: Vec<(u32, Option<u64>, Option<u32>)> = seen
             .iter()
             .filter_map(|e| match e {
                 SupervisorEvent::Exited {
@@ -216,15 +216,16 @@ fn a_replica_of_which_a_rank_dies_is_started_again_as_a_whole_and_the_others_are
                     rank,
                     incarnation: 0,
                     restart_in_ms,
+                    cause,
                     ..
-                } => Some((*rank, *restart_in_ms)),
+                } => Some((*rank, *restart_in_ms, *cause)),
                 _ => None,
             })
             .collect();
         assert_eq!(
             ends,
-            [(1, None), (0, Some(1))],
-            "the last rank to end tells the pause"
+            [(1, None, None), (0, Some(1), Some(1))],
+            "the last rank to end tells the pause and who was the cause"
         );
         // The ranks of an incarnation meet in a store of their own.
         let store = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();

@@ -40,6 +40,7 @@ fn exited(replica: u32, incarnation: u32, signal: Option<i32>, t: u64) -> Superv
         signal,
         tail: String::new(),
         restart_in_ms,
+        cause: (status != Some(0)).then_some(0),
         t_us: ms(t),
     }
 }
@@ -171,6 +172,34 @@ fn the_stall_is_the_gap_between_commits_less_all_inner_compute_in_it() {
     assert_eq!(report.figures[0].longest_stall_ms, 700.0);
     // The dead replica's own pause over its two incarnations is no stall: the other one's incarnations tell.
     assert_eq!(report.figures[1].longest_stall_ms, 100.0);
+}
+
+#[test]
+fn a_death_is_that_of_the_rank_that_caused_it_and_not_of_the_one_whose_end_was_seen_first() {
+    let exited = |rank, status, signal, cause: Option<u32>, t| SupervisorEvent::Exited {
+        replica: 1,
+        rank,
+        incarnation: 0,
+        status,
+        signal,
+        tail: String::new(),
+        restart_in_ms: cause.map(|_| 500),
+        cause,
+        t_us: ms(t),
+    };
+    // Rank 0 lost rank 1, and the supervisor's thread that waits for it was woken first.
+    let events = [
+        exited(0, Some(1), None, None, 2300),
+        exited(1, None, Some(9), Some(1), 2301),
+    ];
+    let deaths = Report::new(&facts(), &events).deaths;
+    let [death] = &deaths[..] else {
+        panic!("{deaths:?}")
+    };
+    assert_eq!(
+        (death.rank, death.exit.as_str(), death.t_us),
+        (1, "SIGKILL", ms(2301))
+    );
 }
 
 #[test]

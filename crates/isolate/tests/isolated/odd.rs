@@ -93,7 +93,7 @@ impl ProcessGroup for Odd {
                 std::process::abort();
             }
             "exit" => std::process::exit(7),
-            "litter" => {
+            "left_files" => {
                 // As oneCCL names its shared memory.
                 let file = format!("/dev/shm/{}:0:0", std::process::id());
                 std::fs::write(file, "left behind").unwrap();
