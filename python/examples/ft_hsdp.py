@@ -21,7 +21,7 @@ STEPS, RANKS = 150, 2
 
 
 def train(lighthouse: str, replica_id: str, rank: int, meeting: str) -> None:
-    """One rank of one replica. `meeting` is a file by which the ranks of this life of the replica find each other."""
+    """One rank of one replica. `meeting` is a file by which the ranks of this incarnation of the replica find each other."""
     torch.set_num_threads(1)
     dist.init_process_group("oxccl", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     model = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 1))

@@ -49,7 +49,7 @@ const TELLING: Duration = Duration::from_secs(60);
 /// Of the rows that run.
 pub(crate) struct Progress {
     file: PathBuf,
-    lanes: u32,
+    workers: u32,
     state: Mutex<State>,
 }
 
@@ -66,8 +66,8 @@ struct State {
 }
 
 impl Progress {
-    /// Of these rows, `lanes` at a time; `logs` has the times of earlier runs.
-    pub(crate) fn new(rows: &[&Row], lanes: u8, logs: &Path) -> Self {
+    /// Of these rows, `workers` at a time; `logs` has the times of earlier runs.
+    pub(crate) fn new(rows: &[&Row], workers: u8, logs: &Path) -> Self {
         let file = logs.join("times");
         let known = parse(&fs::read_to_string(&file).unwrap_or_default());
         let state = State {
@@ -81,7 +81,7 @@ impl Progress {
         };
         Self {
             file,
-            lanes: u32::from(lanes.max(1)),
+            workers: u32::from(workers.max(1)),
             state: Mutex::new(state),
         }
     }
@@ -89,7 +89,7 @@ impl Progress {
     /// "56 rows run, about 25 min"
     pub(crate) fn plan(&self) -> String {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        format!("{} rows run, {}", state.all, about(state.left(self.lanes)))
+        format!("{} rows run, {}", state.all, about(state.left(self.workers)))
     }
 
     /// A row has ended, with `took` if it passed and ran: "12 of 56 rows, about 9 min left".
@@ -106,15 +106,15 @@ impl Progress {
         let ended = state.all - state.expected.len();
         let left = match state.expected.is_empty() {
             true => String::new(),
-            false => format!(", {} left", about(state.left(self.lanes))),
+            false => format!(", {} left", about(state.left(self.workers))),
         };
         Some(format!("{ended} of {} rows{left}", state.all))
     }
 }
 
 impl State {
-    fn left(&self, lanes: u32) -> Duration {
-        let rest = self.expected.values().sum::<Duration>() / lanes;
+    fn left(&self, workers: u32) -> Duration {
+        let rest = self.expected.values().sum::<Duration>() / workers;
         match self.foreseen >= TELLING {
             true => rest.mul_f64(self.took.as_secs_f64() / self.foreseen.as_secs_f64()),
             false => rest,
@@ -139,7 +139,7 @@ fn about(time: Duration) -> String {
     }
 }
 
-/// A row and its milliseconds on each line; what is none is not believed.
+/// A row and its milliseconds on each line; what is none is left out.
 fn parse(text: &str) -> BTreeMap<String, Duration> {
     let line = |line: &str| {
         let (name, took) = line.split_once(' ')?;

@@ -327,7 +327,7 @@ impl Matrix<'_> {
     }
 }
 
-/// What a lane that panicked left behind is still whole: counts are added in one step.
+/// What a worker that panicked left behind is still whole: counts are added in one step.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -335,27 +335,27 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Does `body` for each of `rows`: at most `at_once` side by side, then those that measure, each alone.
 fn for_all(rows: &[&Row], at_once: usize, body: impl Fn(&Row) + Sync) -> Result<()> {
     let (alone, shared): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.is_alone);
-    in_lanes(&shared, at_once, &body)?;
-    in_lanes(&alone, 1, &body)
+    in_workers(&shared, at_once, &body)?;
+    in_workers(&alone, 1, &body)
 }
 
-/// Does `body` for each of `items`, in their order, at most `lanes` at once.
+/// Does `body` for each of `items`, in their order, at most `workers` at once.
 ///
 /// # Errors
 /// If a thread cannot be started or panics; the others still do all that is left.
-fn in_lanes<T: Copy + Sync>(items: &[T], lanes: usize, body: impl Fn(T) + Sync) -> Result<()> {
+fn in_workers<T: Copy + Sync>(items: &[T], workers: usize, body: impl Fn(T) + Sync) -> Result<()> {
     let next = AtomicUsize::new(0);
-    let lane = || {
+    let worker = || {
         while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
             body(*item);
         }
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = (0..lanes.min(items.len()))
+        let threads: Vec<_> = (0..workers.min(items.len()))
             .map(|_| {
                 thread::Builder::new()
-                    .name("ox-lane".to_owned())
-                    .spawn_scoped(scope, lane)
+                    .name("ox-worker".to_owned())
+                    .spawn_scoped(scope, worker)
             })
             .collect();
         let mut outcome = Ok(());
@@ -576,22 +576,22 @@ mod tests {
     #[test]
     fn lanes_do_everything_once_and_so_many_at_once() {
         let items: Vec<usize> = (0..40).collect();
-        for lanes in [1, 3] {
+        for workers in [1, 3] {
             let (inside, most, done) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
-            // None leaves before as many are inside as there may be: with fewer lanes this would time out.
+            // None leaves before as many are inside as there may be: with fewer workers this would time out.
             let until = Instant::now() + Duration::from_secs(60);
-            in_lanes(&items, lanes, |item| {
+            in_workers(&items, workers, |item| {
                 most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                while most.load(Ordering::SeqCst) < lanes && Instant::now() < until {
+                while most.load(Ordering::SeqCst) < workers && Instant::now() < until {
                     thread::yield_now();
                 }
                 inside.fetch_sub(1, Ordering::SeqCst);
                 lock(&done).push(item);
             })
             .unwrap();
-            assert_eq!(most.into_inner(), lanes);
+            assert_eq!(most.into_inner(), workers);
             let mut done = done.into_inner().unwrap();
-            if lanes > 1 {
+            if workers > 1 {
                 done.sort_unstable();
             }
             assert_eq!(done, items);
@@ -622,7 +622,7 @@ mod tests {
     #[test]
     fn a_lane_that_panics_is_an_error_and_the_others_go_on() {
         let done = AtomicUsize::new(0);
-        let outcome = in_lanes(&[1, 2, 3, 4], 2, |item| {
+        let outcome = in_workers(&[1, 2, 3, 4], 2, |item| {
             assert_ne!(item, 2, "as planned");
             done.fetch_add(1, Ordering::SeqCst);
         });

@@ -23,25 +23,25 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 /// The first argument of a rank; then come its number, the file of the store and its address on the cable.
 const RANK: &str = "rank-at-the-cable";
 
-/// Makes the two machines and runs "$0" with the rest as a rank in each. The far one is a child's namespace, which is there once it differs.
+/// Makes the two machines and runs "$0" with the rest as a rank in each. The remote one is a child's namespace, which is there once it differs.
 const TWO_MACHINES: &str = r#"
 set -e
 ip link set lo up
 unshare --net sleep 60 &
-far=$!
-trap 'kill $far' EXIT
+remote=$!
+trap 'kill $remote' EXIT
 n=0
-while [ "$(readlink /proc/$far/ns/net)" = "$(readlink /proc/self/ns/net)" ]; do
+while [ "$(readlink /proc/$remote/ns/net)" = "$(readlink /proc/self/ns/net)" ]; do
     n=$((n + 1)); [ $n -lt 1000 ]; sleep 0.01
 done
-ip link add near type veth peer name far
-ip link set far netns $far
-ip addr add 10.213.0.1/30 dev near
-ip link set near up
-nsenter --net=/proc/$far/ns/net sh -e -c 'ip link set lo up; ip addr add 10.213.0.2/30 dev far; ip link set far up'
+ip link add local type veth peer name remote
+ip link set remote netns $remote
+ip addr add 10.213.0.1/30 dev local
+ip link set local up
+nsenter --net=/proc/$remote/ns/net sh -e -c 'ip link set lo up; ip addr add 10.213.0.2/30 dev remote; ip link set remote up'
 [ -z "$(ip route show default)" ]
 if [ "$1" = probe ]; then exit 0; fi
-nsenter --net=/proc/$far/ns/net "$0" "$1" 1 "$2" 10.213.0.2 &
+nsenter --net=/proc/$remote/ns/net "$0" "$1" 1 "$2" 10.213.0.2 &
 other=$!
 "$0" "$1" 0 "$2" 10.213.0.1
 wait $other

@@ -40,7 +40,7 @@ const FLUSH: Duration = Duration::from_secs(10);
 /// How much of that the end of the group waits for: the other ranks may hold it up, and what the library still has to hand over to
 /// them would be lost with the process.
 const FLUSH_SEEN: Duration = Duration::from_millis(200);
-const IN_DOUBT: &str = "the device may still work on it after a failed operation";
+const SUSPECT: &str = "the device may still work on it after a failed operation";
 
 /// What is submitted.
 pub struct Call {
@@ -352,7 +352,7 @@ impl Driver for NcclDriver {
             contribute,
             after,
         } = call;
-        let (kind, held) = (op.kind(), Held::new(op, IN_DOUBT));
+        let (kind, held) = (op.kind(), Held::new(op, SUSPECT));
         if let Some(error) = self.0.failure() {
             return ticket.fail(error, held.free());
         }

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     let role = std::env::var(ROLE).unwrap_or_default();
     match role.as_str() {
         "campaign" => campaign(),
-        "rank" => life(),
+        "rank" => rank(),
         "start" => start_alone(),
         _ => return tests(),
     }
@@ -201,7 +201,7 @@ fn reduce_until_it_fails(group: &dyn ProcessGroup) -> ftcore::Error {
 }
 
 /// Rank 1: joins at the epochs that it reads, says its child's number, and reduces until the group fails.
-fn life() {
+fn rank() {
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&std::env::var(STORE).unwrap(), soon()).unwrap());
     let group = group();
     for line in std::io::stdin().lines() {

@@ -412,14 +412,14 @@ pub fn leaked_bytes() -> u64 {
 }
 
 /// Memory that is held until a proof counts as leaked until then.
-pub(crate) fn doubt(tensors: &[&Tensor]) -> u64 {
+pub(crate) fn suspect(tensors: &[&Tensor]) -> u64 {
     let bytes = tensors.iter().map(|t| t.byte_len() as u64).sum();
     LEAKED.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
     bytes
 }
 
 /// The proof came, or the memory is leaked for good.
-pub(crate) fn end_doubt(bytes: u64) {
+pub(crate) fn end_suspicion(bytes: u64) {
     LEAKED.fetch_sub(bytes, std::sync::atomic::Ordering::Relaxed);
 }
 

@@ -104,7 +104,7 @@ impl Needs {
 }
 
 /// An operation that is in the child.
-struct Flight {
+struct Operation {
     held: Held,
     staged: Staged,
     needs: Needs,
@@ -113,7 +113,7 @@ struct Flight {
     caller: Option<Caller>,
 }
 
-impl Flight {
+impl Operation {
     /// The child has finished it and does not touch its memory any more.
     fn succeed(self, source: Option<u32>, contributors: u32) {
         let mut tensors = self.held.free();
@@ -151,7 +151,7 @@ impl Flight {
 
 #[derive(Default)]
 struct Table {
-    flights: HashMap<u64, Flight>,
+    operations: HashMap<u64, Operation>,
     /// Why nothing begins any more.
     failure: Option<Error>,
     /// The child said that its group has failed: it ends by itself what is in flight, and has told the other ranks if it can.
@@ -237,7 +237,7 @@ impl ChildDriver {
         let id = self.link.next_id();
         address(&mut frame, id, is_express);
         let segments = std::mem::take(&mut staged.segments);
-        let flight = Flight {
+        let operation = Operation {
             needs: Needs::of(&op),
             held: Held::new(
                 op,
@@ -250,9 +250,9 @@ impl ChildDriver {
         let refused = {
             let mut table = self.table();
             match table.failure.clone() {
-                Some(failure) => Some((flight, failure)),
+                Some(failure) => Some((operation, failure)),
                 None => {
-                    table.flights.insert(id, flight);
+                    table.operations.insert(id, operation);
                     None
                 }
             }
@@ -260,10 +260,10 @@ impl ChildDriver {
         let refused = refused.or_else(|| {
             let failure = self.link.send_operation(&frame, &segments, deadline).err()?;
             // The end of the child may have taken it meanwhile.
-            Some((self.table().flights.remove(&id)?, failure))
+            Some((self.table().operations.remove(&id)?, failure))
         });
-        if let Some((flight, failure)) = refused {
-            drop(flight.fail(|tensors| Outcome::Fatal(failure, tensors)));
+        if let Some((operation, failure)) = refused {
+            drop(operation.fail(|tensors| Outcome::Fatal(failure, tensors)));
             self.settle();
         }
     }
@@ -295,14 +295,14 @@ impl ChildDriver {
     /// The child reports the end of an operation.
     pub(crate) fn done(&self, done: Done) {
         self.moved.count(done.sent, done.received);
-        let flight = {
+        let operation = {
             let mut table = self.table();
             // Before its caller is told, so that the interruption finds it.
             table.failed_there |= done.fatal;
-            let kept = |flight: &Flight| !done.released && flight.staged.is_direct();
-            match table.flights.remove(&done.id) {
-                Some(flight) if kept(&flight) => {
-                    table.flights.insert(done.id, flight);
+            let kept = |operation: &Operation| !done.released && operation.staged.is_direct();
+            match table.operations.remove(&done.id) {
+                Some(operation) if kept(&operation) => {
+                    table.operations.insert(done.id, operation);
                     drop(table);
                     // Only the child's end gives the caller's memory back.
                     let text = "a finished operation kept its memory";
@@ -310,14 +310,14 @@ impl ChildDriver {
                     let error = error.unwrap_or_else(|| Error::new(ErrorKind::Internal, text));
                     return self.link.end(error, None, Duration::ZERO);
                 }
-                flight => flight,
+                operation => operation,
             }
         };
-        let Some(flight) = flight else { return };
+        let Some(operation) = operation else { return };
         match done.result {
-            Ok((source, contributors)) => flight.succeed(source, contributors),
+            Ok((source, contributors)) => operation.succeed(source, contributors),
             Err(error) => {
-                let staged = flight.fail(|tensors| match done.fatal {
+                let staged = operation.fail(|tensors| match done.fatal {
                     true => Outcome::Fatal(error, tensors),
                     false => Outcome::Refused(error, tensors),
                 });
@@ -334,17 +334,17 @@ impl ChildDriver {
 
     /// The child is being ended for `error`: what it may touch is kept until it is gone, the caller's own memory is not.
     pub(crate) fn let_go(&self, error: &Error) {
-        let taken: Vec<Flight> = {
+        let taken: Vec<Operation> = {
             let mut table = self.table();
-            let theirs = |_: &u64, flight: &mut Flight| !flight.staged.is_direct();
+            let theirs = |_: &u64, operation: &mut Operation| !operation.staged.is_direct();
             table
-                .flights
+                .operations
                 .extract_if(theirs)
-                .map(|(_, flight)| flight)
+                .map(|(_, operation)| operation)
                 .collect()
         };
-        for flight in taken {
-            let staged = flight.fail(|tensors| Outcome::Fatal(error.clone(), tensors));
+        for operation in taken {
+            let staged = operation.fail(|tensors| Outcome::Fatal(error.clone(), tensors));
             self.link.quarantine(staged);
         }
         self.settle();
@@ -352,9 +352,9 @@ impl ChildDriver {
 
     /// The child is gone: nothing touches its memory any more.
     pub(crate) fn collected(&self, error: &Error) {
-        let taken = std::mem::take(&mut self.table().flights);
-        for flight in taken.into_values() {
-            drop(flight.fail(|tensors| Outcome::Fatal(error.clone(), tensors)));
+        let taken = std::mem::take(&mut self.table().operations);
+        for operation in taken.into_values() {
+            drop(operation.fail(|tensors| Outcome::Fatal(error.clone(), tensors)));
         }
         self.settle();
     }
@@ -362,7 +362,7 @@ impl ChildDriver {
     /// Answers the interruption, once nothing is in flight.
     fn settle(&self) {
         let mut table = self.table();
-        let ended = match table.flights.is_empty() {
+        let ended = match table.operations.is_empty() {
             true => table.ended.take(),
             false => None,
         };
@@ -373,20 +373,20 @@ impl ChildDriver {
     /// True if operations are in flight: any, or such that the child's end must give memory back.
     pub(crate) fn is_busy(&self, with_direct: bool) -> bool {
         let table = self.table();
-        let mut flights = table.flights.values();
-        flights.any(|flight| !with_direct || flight.staged.is_direct())
+        let mut operations = table.operations.values();
+        operations.any(|operation| !with_direct || operation.staged.is_direct())
     }
 
     /// True if an operation has been waiting for `rank`, which left at `at`, for `limit`. Of a split group, whose ranks have other numbers,
     /// only if it was pending when that rank left.
     pub(crate) fn misses(&self, rank: u32, at: Instant, limit: Duration) -> bool {
-        self.table().flights.values().any(|flight| {
-            let needed = match &flight.needs {
-                _ if self.number != 0 => flight.submitted <= at,
+        self.table().operations.values().any(|operation| {
+            let needed = match &operation.needs {
+                _ if self.number != 0 => operation.submitted <= at,
                 Needs::All => true,
                 Needs::Ranks(ranks) => ranks.contains(&rank),
             };
-            needed && flight.submitted.max(at).elapsed() > limit
+            needed && operation.submitted.max(at).elapsed() > limit
         })
     }
 
@@ -462,12 +462,12 @@ impl Driver for ChildDriver {
     fn give_up(&self) {
         let mut waiting = Vec::new();
         let mut table = self.table();
-        for flight in table.flights.values_mut() {
-            flight.held.doubt();
+        for operation in table.operations.values_mut() {
+            operation.held.suspect();
             // The engine tells the others by itself.
-            match flight.caller.take() {
+            match operation.caller.take() {
                 Some(Caller::Waits(tell)) => waiting.push(tell),
-                caller => flight.caller = caller,
+                caller => operation.caller = caller,
             }
         }
         let failure = table.failure.clone();

@@ -335,7 +335,7 @@ impl Notices {
             drop(state);
             let asking = self.clone();
             if let Err(error) = spawn("ox-iasks", move || asking.ask()) {
-                tracing::warn!(rank = self.rank, %error, "a loss is believed without asking why");
+                tracing::warn!(rank = self.rank, %error, "a loss is taken as confirmed without asking why");
                 self.settle();
             }
         }

@@ -227,7 +227,7 @@ impl LighthouseState {
                         entry.stream = None;
                         entry.seen = entry.seen.map(|_| now);
                     });
-                    if !self.is_doubted(stream, now) {
+                    if !self.is_discounted(stream, now) {
                         self.depart(&replica_id, "its stream broke", actions);
                     }
                 }
@@ -434,7 +434,7 @@ impl LighthouseState {
     }
 
     /// True for a stream from before the lighthouse was away, for as long as a heartbeat may take.
-    fn is_doubted(&self, stream: u64, now: Instant) -> bool {
+    fn is_discounted(&self, stream: u64, now: Instant) -> bool {
         let discounted = self.discounted.as_ref().filter(|(until, _)| now < *until);
         discounted.is_some_and(|(_, streams)| streams.contains(&stream))
     }

@@ -16,7 +16,7 @@ use crate::rendezvous;
 
 /// How long after an abort the device may take to leave the tensors alone.
 const RELEASE_TIME: Duration = Duration::from_secs(10);
-const IN_DOUBT: &str = "a Gaudi may still use it: its operation failed and HCCL did not give it back";
+const SUSPECT: &str = "a Gaudi may still use it: its operation failed and HCCL did not give it back";
 
 /// What is submitted.
 pub struct Call {
@@ -105,7 +105,7 @@ impl Driver for HcclDriver {
     type Job = Call;
 
     fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
-        let held = Held::new(call.op, IN_DOUBT);
+        let held = Held::new(call.op, SUSPECT);
         let mut issuer = self.issuer.lock().unwrap_or_else(PoisonError::into_inner);
         let (Some(issuer), Some(op)) = (issuer.as_mut(), held.op()) else {
             return;
@@ -131,7 +131,7 @@ impl Driver for HcclDriver {
             }
             match settled {
                 Ok(()) => ended.clean(),
-                Err(error) => ended.doubtful(error.to_string()),
+                Err(error) => ended.unclean(error.to_string()),
             }
         };
         let spawned = std::thread::Builder::new()

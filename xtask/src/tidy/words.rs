@@ -12,9 +12,12 @@ const WORDS: &[(&str, &str)] = &[
     ("good-byes", "leaves"),
     ("goodbye", "leave"),
     ("last words", "abort reason, failure notice"),
+    ("doubt", "suspect, unclean, uncertain"),
+    ("doubtful", "suspect, unclean, uncertain"),
     ("errand", "operation"),
     ("herald", "failure notice"),
     ("mail", "channel, notice, message"),
+    ("mailbox", "the messages that came"),
     ("news", "notice, failure notice"),
     (
         "nobody",

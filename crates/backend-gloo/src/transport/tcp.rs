@@ -45,8 +45,8 @@ impl Counters {
 
     /// Bytes sent by other ways than through the rings.
     pub(crate) fn sent_elsewhere(&self) -> u64 {
-        let near = self.sent_local.load(Ordering::Relaxed);
-        self.sent.load(Ordering::Relaxed).saturating_sub(near)
+        let local = self.sent_local.load(Ordering::Relaxed);
+        self.sent.load(Ordering::Relaxed).saturating_sub(local)
     }
 
     pub(crate) fn add_received(&self, n: usize) {

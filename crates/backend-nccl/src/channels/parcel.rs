@@ -74,7 +74,7 @@ impl Parcel {
 
     pub(super) fn give_up(&self) {
         if let Some((held, _)) = &mut lock(&self.state).cargo {
-            held.doubt();
+            held.suspect();
         }
     }
 

@@ -248,7 +248,7 @@ fn an_older_step_is_refused_at_once_with_both_steps_named() {
 }
 
 #[test]
-fn l38_nothing_but_reading_is_served_and_only_under_the_prefix_of_this_life() {
+fn l38_nothing_but_reading_is_served_and_only_under_the_prefix_of_this_incarnation() {
     let server = server();
     server.publish(snapshot(5, 4, 3.0));
     for method in ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"] {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::sync::spawn;
 use super::{Driver, Ticket};
-use crate::memory::{doubt, end_doubt};
+use crate::memory::{end_suspicion, suspect};
 use crate::{Collective, Completion, Error, ErrorKind, Event, Result, Tensor, time_left};
 
 /// The longest pause between two looks at events, and the pauses before it that only give way.
@@ -26,7 +26,7 @@ pub struct Held {
     scratch: Option<Box<dyn Scratch>>,
     why: &'static str,
     /// Counted as leaked, for the time being.
-    doubted: u64,
+    suspected: u64,
 }
 
 impl Held {
@@ -36,7 +36,7 @@ impl Held {
             op: Some(op),
             scratch: None,
             why,
-            doubted: 0,
+            suspected: 0,
         }
     }
 
@@ -51,15 +51,15 @@ impl Held {
     }
 
     /// Its caller gets it no more: it counts as leaked unless it is freed later.
-    pub fn doubt(&mut self) {
-        if let Some(op) = self.op.as_ref().filter(|_| self.doubted == 0) {
-            self.doubted = doubt(&op.tensors());
+    pub fn suspect(&mut self) {
+        if let Some(op) = self.op.as_ref().filter(|_| self.suspected == 0) {
+            self.suspected = suspect(&op.tensors());
         }
     }
 
     /// Nothing touches the memory any more.
     pub fn free(mut self) -> Vec<Tensor> {
-        end_doubt(self.doubted);
+        end_suspicion(self.suspected);
         self.op.take().map(Collective::into_tensors).unwrap_or_default()
     }
 }
@@ -69,7 +69,7 @@ impl Drop for Held {
         // Both are there only if nothing has freed them.
         if self.op.is_some() {
             std::mem::forget(self.scratch.take());
-            end_doubt(self.doubted);
+            end_suspicion(self.suspected);
         }
         for tensor in self.op.take().into_iter().flat_map(Collective::into_tensors) {
             tensor.leak(self.why);
@@ -77,7 +77,7 @@ impl Drop for Held {
     }
 }
 
-struct Flight<D: Driver> {
+struct Operation<D: Driver> {
     held: Held,
     /// None: it was enqueued in part, and nothing marks its end.
     done: Option<Arc<dyn Event>>,
@@ -90,12 +90,12 @@ enum Phase {
     Watching,
     /// The group has failed: events prove nothing until the library has given up.
     Stopped,
-    /// What comes now is in doubt.
+    /// What comes now is suspect.
     Settled,
 }
 
 struct Table<D: Driver> {
-    flights: Vec<Flight<D>>,
+    operations: Vec<Operation<D>>,
     phase: Phase,
 }
 
@@ -119,7 +119,7 @@ impl<D: Driver> InFlight<D> {
     pub fn start(name: &str, ask: impl FnMut() -> Option<Error> + Send + 'static) -> Result<Self> {
         let shared = Arc::new(Shared {
             table: Mutex::new(Table {
-                flights: Vec::new(),
+                operations: Vec::new(),
                 phase: Phase::Watching,
             }),
             changed: Condvar::new(),
@@ -143,7 +143,7 @@ impl<D: Driver> InFlight<D> {
     fn push(&self, held: Held, done: Option<Arc<dyn Event>>, ticket: Ticket<D>) {
         let mut table = self.0.lock();
         if table.phase != Phase::Settled {
-            table.flights.push(Flight { held, done, ticket });
+            table.operations.push(Operation { held, done, ticket });
             drop(table);
             self.0.changed.notify_one();
         }
@@ -171,17 +171,17 @@ impl<D: Driver> InFlight<D> {
         deadline: Instant,
     ) -> Result<()> {
         let mut looks = 0;
-        while released.is_ok() && !self.0.lock().flights.is_empty() {
-            for flight in self.0.lock().flights.iter_mut().filter(|f| f.done.is_none()) {
-                flight.done.clone_from(&last);
+        while released.is_ok() && !self.0.lock().operations.is_empty() {
+            for operation in self.0.lock().operations.iter_mut().filter(|o| o.done.is_none()) {
+                operation.done.clone_from(&last);
             }
             let mut looked = self.0.look();
             looked.retain(|(_, reached)| matches!(reached, Ok(true)));
             let mut reached: Vec<u64> = looked.into_iter().map(|(number, _)| number).collect();
-            for flight in self.0.take(&mut reached, Phase::Stopped) {
+            for operation in self.0.take(&mut reached, Phase::Stopped) {
                 // The engine has its own reason.
                 let error = Error::new(ErrorKind::Aborted, "the group has failed");
-                flight.ticket.fail(error, flight.held.free());
+                operation.ticket.fail(error, operation.held.free());
             }
             if time_left(deadline).is_zero() {
                 break;
@@ -198,17 +198,17 @@ impl<D: Driver> InFlight<D> {
 
     /// Counts what is still in flight as leaked, until [`settle`](Self::settle) finds that it is free. Does not block.
     pub fn give_up(&self) {
-        self.0.lock().flights.iter_mut().for_each(|f| f.held.doubt());
+        self.0.lock().operations.iter_mut().for_each(|o| o.held.suspect());
     }
 
     /// Leaks what is still in flight, and what comes later; how many operations those are now.
     fn close(&self) -> usize {
         let mut table = self.0.lock();
         table.phase = Phase::Settled;
-        let flights = std::mem::take(&mut table.flights);
+        let operations = std::mem::take(&mut table.operations);
         drop(table);
         self.0.changed.notify_all();
-        flights.len()
+        operations.len()
     }
 }
 
@@ -225,7 +225,7 @@ impl<D: Driver> Shared<D> {
         loop {
             {
                 let mut table = self.lock();
-                while table.phase == Phase::Watching && table.flights.is_empty() {
+                while table.phase == Phase::Watching && table.operations.is_empty() {
                     looks = 0;
                     table = self.changed.wait(table).unwrap_or_else(PoisonError::into_inner);
                 }
@@ -242,21 +242,21 @@ impl<D: Driver> Shared<D> {
                     Err(error) => failed = failed.or(Some((number, error))),
                 }
             }
-            for flight in self.take(&mut reached, Phase::Watching) {
-                let source = match flight.held.op() {
+            for operation in self.take(&mut reached, Phase::Watching) {
+                let source = match operation.held.op() {
                     Some(Collective::Recv { peer, .. }) => *peer,
                     _ => None,
                 };
-                let contributors = flight.held.scratch.as_ref().map_or(0, |s| s.contributors());
-                flight.ticket.succeed(Completion {
-                    tensors: flight.held.free(),
+                let contributors = operation.held.scratch.as_ref().map_or(0, |s| s.contributors());
+                operation.ticket.succeed(Completion {
+                    tensors: operation.held.free(),
                     source,
                     contributors,
                 });
             }
             if let Some((number, error)) = failed {
                 // It stays where it is: the interruption finds out whether its memory is free.
-                let engine = self.lock().flights.first().map(|f| f.ticket.engine().clone());
+                let engine = self.lock().operations.first().map(|o| o.ticket.engine().clone());
                 return engine.into_iter().for_each(|e| e.fail_by(number, error.clone()));
             }
             if reached.is_empty() {
@@ -267,7 +267,7 @@ impl<D: Driver> Shared<D> {
             if asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
                 if let Some(error) = ask() {
-                    let engine = self.lock().flights.first().map(|f| f.ticket.engine().clone());
+                    let engine = self.lock().operations.first().map(|o| o.ticket.engine().clone());
                     if let Some(engine) = engine {
                         engine.fail(engine.place().name(error));
                         return;
@@ -280,7 +280,7 @@ impl<D: Driver> Shared<D> {
     /// Asks the events. Outside the lock: a call of the library may block.
     fn look(&self) -> Vec<(u64, Result<bool>)> {
         let table = self.lock();
-        let events: Vec<_> = (table.flights.iter())
+        let events: Vec<_> = (table.operations.iter())
             .map(|f| (f.ticket.number(), f.done.clone()))
             .collect();
         drop(table);
@@ -290,14 +290,14 @@ impl<D: Driver> Shared<D> {
 
     /// Those that have been reached, in order. All at once: there may be thousands.
     /// None if `phase` is over: what was seen meanwhile proves nothing.
-    fn take(&self, reached: &mut [u64], phase: Phase) -> Vec<Flight<D>> {
+    fn take(&self, reached: &mut [u64], phase: Phase) -> Vec<Operation<D>> {
         reached.sort_unstable();
         let mut table = self.lock();
         if reached.is_empty() || table.phase != phase {
             return Vec::new();
         }
-        let of_these = |f: &mut Flight<D>| reached.binary_search(&f.ticket.number()).is_ok();
-        table.flights.extract_if(.., of_these).collect()
+        let of_these = |o: &mut Operation<D>| reached.binary_search(&o.ticket.number()).is_ok();
+        table.operations.extract_if(.., of_these).collect()
     }
 }
 

@@ -102,7 +102,7 @@ pub(super) enum End {
     /// The driver has let go of everything.
     Clean,
     /// That is not certain.
-    Doubtful,
+    Unclean,
 }
 
 struct Operation {
@@ -152,7 +152,7 @@ pub(super) struct Machine<E> {
     grace: Option<Instant>,
     /// The grace is over, and with it all waiting for the driver: see [`Rules::gives_up`].
     given_up: bool,
-    doubtful: bool,
+    unclean: bool,
     ended: bool,
     actions: Vec<Action>,
 }
@@ -173,7 +173,7 @@ impl<E: Clone> Machine<E> {
             interrupt: Asked::No,
             grace: None,
             given_up: false,
-            doubtful: false,
+            unclean: false,
             ended: false,
             actions: Vec::new(),
         }
@@ -187,7 +187,7 @@ impl<E: Clone> Machine<E> {
     /// How it ended, once it has.
     pub(super) fn ended(&self) -> Option<End> {
         self.ended
-            .then_some(if self.doubtful { End::Doubtful } else { End::Clean })
+            .then_some(if self.unclean { End::Unclean } else { End::Clean })
     }
 
     /// True if some caller is not told yet.
@@ -462,7 +462,7 @@ impl<E: Clone> Machine<E> {
     pub(super) fn released(&mut self, clean: bool) {
         if self.release == Asked::Yes {
             self.release = Asked::Answered;
-            self.doubtful |= !clean && !self.ended;
+            self.unclean |= !clean && !self.ended;
             self.see_end();
         }
     }
@@ -471,7 +471,7 @@ impl<E: Clone> Machine<E> {
     pub(super) fn interrupted(&mut self, clean: bool) {
         if self.interrupt == Asked::Yes {
             self.interrupt = Asked::Answered;
-            self.doubtful |= !clean && !self.ended;
+            self.unclean |= !clean && !self.ended;
             self.see_end();
         }
     }

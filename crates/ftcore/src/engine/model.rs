@@ -83,7 +83,7 @@ struct Walk {
     interrupts: u32,
     interrupt_answered: bool,
     given_up: bool,
-    doubt: bool,
+    unclean: bool,
     /// The numbers that were started and told, by channel.
     started: BTreeMap<Channel, u64>,
     told: BTreeMap<Channel, u64>,
@@ -119,7 +119,7 @@ impl Walk {
             interrupts: 0,
             interrupt_answered: false,
             given_up: false,
-            doubt: false,
+            unclean: false,
             started: BTreeMap::new(),
             told: BTreeMap::new(),
             end: None,
@@ -162,14 +162,14 @@ impl Walk {
             92..=95 if self.interrupts > 0 && !self.interrupt_answered => {
                 let clean = self.dice.roll(3) > 0;
                 self.interrupt_answered = true;
-                self.doubt |= !clean && self.end.is_none();
+                self.unclean |= !clean && self.end.is_none();
                 self.machine.interrupted(clean);
             }
             96..=97 if self.releasing => {
                 let clean = self.dice.roll(3) > 0;
                 self.releasing = false;
                 self.released = true;
-                self.doubt |= !clean && self.end.is_none();
+                self.unclean |= !clean && self.end.is_none();
                 self.machine.released(clean);
             }
             // What a driver says twice, or of a number that no operation has.
@@ -530,7 +530,7 @@ impl Walk {
             let answered = !self.releasing && (self.interrupts == 0 || self.interrupt_answered);
             assert!(answered || self.given_up, "it ended before the driver answered");
             assert!(self.released || self.interrupts == 1);
-            assert_eq!(how == End::Doubtful, self.doubt);
+            assert_eq!(how == End::Unclean, self.unclean);
             self.end = end;
         }
         let here = |s: &Seen| !s.told && s.memory != Memory::Driver;

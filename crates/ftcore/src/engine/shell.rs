@@ -120,7 +120,7 @@ pub trait Driver: Send + Sync + Sized + 'static {
 
     /// Ends in good order; nothing is in flight. May block, until `interrupt`.
     ///
-    /// Errors: what leaves it in doubt whether everything has let go.
+    /// Errors: why it is not certain that everything has let go.
     fn release(&self) -> Result<()>;
 
     /// What an operation that has not ended at its deadline waits for, in words that follow "it is …".
@@ -189,8 +189,8 @@ struct State<J> {
     executors: BTreeSet<Channel>,
     /// What the clock was last told.
     armed: Option<Instant>,
-    /// Why the end is in doubt.
-    doubt: Option<String>,
+    /// Why the end is unclean, if it is.
+    unclean: Option<String>,
 }
 
 impl<J> State<J> {
@@ -239,7 +239,7 @@ impl<D: Driver> Engine<D> {
                 idle: 0,
                 executors: BTreeSet::new(),
                 armed: None,
-                doubt: None,
+                unclean: None,
             }),
             moved: Condvar::new(),
             turns: Condvar::new(),
@@ -521,7 +521,7 @@ impl<D: Driver> Engine<D> {
                     state = self.lock();
                     if let Err(error) = &released {
                         tracing::warn!(%error, rank = self.place.rank, "a group did not end in good order");
-                        state.doubt.get_or_insert_with(|| error.to_string());
+                        state.unclean.get_or_insert_with(|| error.to_string());
                     }
                     state.machine.released(released.is_ok());
                     self.tell(state);
@@ -637,12 +637,12 @@ impl<D: Driver> Engine<D> {
         }
     }
 
-    pub(super) fn interrupted(&self, doubt: Option<String>) {
+    pub(super) fn interrupted(&self, unclean: Option<String>) {
         let mut state = self.lock();
-        state.machine.interrupted(doubt.is_none());
-        if let Some(why) = doubt {
+        state.machine.interrupted(unclean.is_none());
+        if let Some(why) = unclean {
             tracing::warn!(why, rank = self.place.rank, "a failed group did not end cleanly");
-            state.doubt.get_or_insert(why);
+            state.unclean.get_or_insert(why);
         }
         self.tell(state);
     }
@@ -798,7 +798,7 @@ impl<D: Driver> lifecycle::Engine for Engine<D> {
         if state.machine.ended() == Some(End::Clean) {
             return Ok(());
         }
-        let why = state.doubt.clone().unwrap_or_default();
+        let why = state.unclean.clone().unwrap_or_default();
         Err(Error::new(
             ErrorKind::InvalidState,
             format!(

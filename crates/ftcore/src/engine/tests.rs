@@ -127,7 +127,7 @@ fn inv8_what_the_watch_sees_after_a_failure_gives_no_memory_back_before_the_libr
 }
 
 #[test]
-fn inv8_memory_in_doubt_counts_as_leaked_until_it_is_free_and_once_if_it_never_is() {
+fn inv8_suspect_memory_counts_as_leaked_until_it_is_free_and_once_if_it_never_is() {
     // Much more than other tests of this process leak meanwhile. Its pages are never touched.
     const BYTES: u64 = 1 << 28;
     let held = || {
@@ -139,8 +139,8 @@ fn inv8_memory_in_doubt_counts_as_leaked_until_it_is_free_and_once_if_it_never_i
     let (mut freed, mut lost) = (held(), held());
     assert_eq!(more(), 0);
     for _ in 0..2 {
-        freed.doubt();
-        lost.doubt();
+        freed.suspect();
+        lost.suspect();
         assert_eq!(more(), 2);
     }
     assert_eq!(freed.free().len(), 1);

@@ -79,7 +79,7 @@ impl<D: Driver> Drop for Ticket<D> {
     }
 }
 
-/// A driver's answer to the interruption: everything has ended. Dropped without an answer it is in doubt.
+/// A driver's answer to the interruption: everything has ended. Dropped without an answer the end is unclean.
 pub struct Ended<D: Driver> {
     engine: Option<Arc<Engine<D>>>,
 }
@@ -95,7 +95,7 @@ impl<D: Driver> Ended<D> {
     }
 
     /// It is not certain that the library or the device has let go.
-    pub fn doubtful(self, why: impl Into<String>) {
+    pub fn unclean(self, why: impl Into<String>) {
         self.say(Some(why.into()));
     }
 

@@ -42,8 +42,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             works(&opened("cstore-polled", &["CSTORE_POLLED"])?)
         }),
         trial_in_c(
-            "cstore::abort_ends_what_is_pending_and_configure_gives_it_a_second_life",
-            second_life,
+            "cstore::abort_ends_what_is_pending_and_configure_starts_it_again",
+            started_again,
         ),
         trial_in_c(
             "cstore::a_deadline_names_who_was_missing_and_mismatches_name_both_sides",
@@ -126,7 +126,7 @@ fn works(plugin: &Loaded) -> Outcome {
     Ok(())
 }
 
-fn second_life() -> Outcome {
+fn started_again() -> Outcome {
     let cstore = backend(&opened("cstore", &[])?, "cstore")?;
     with_ranks(&cstore, &Device::CPU, 2, |rank, group, store| {
         if rank == 0 {

@@ -45,7 +45,7 @@ enum Phase {
 
 /// The round that is being worked on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flight {
+enum Round {
     /// Its quorum is to be asked for; `again` if an attempt at it was lost.
     Open { again: bool },
     /// What it reduces was handed to the group.
@@ -66,7 +66,7 @@ pub(super) struct Schedule {
     step: i64,
     /// Inner steps made in the current round.
     count: u64,
-    flight: Option<Flight>,
+    round: Option<Round>,
 }
 
 fn refused<T>(text: &str) -> Result<T> {
@@ -83,7 +83,7 @@ impl Schedule {
             phase: Phase::New,
             step: 0,
             count: 0,
-            flight: None,
+            round: None,
         }
     }
 
@@ -94,8 +94,8 @@ impl Schedule {
 
     /// The same for this replica itself, which goes on from a saved state: a round that is to be begun is begun then.
     pub(super) fn own_count(&self) -> u64 {
-        match self.flight {
-            Some(Flight::Open { again: false }) => self.count.max(self.send_at),
+        match self.round {
+            Some(Round::Open { again: false }) => self.count.max(self.send_at),
             _ => self.count,
         }
     }
@@ -112,12 +112,12 @@ impl Schedule {
 
     /// What has to be done before the next inner step.
     pub(super) fn due(&self) -> Option<Due> {
-        match self.flight? {
-            Flight::Open { .. } => Some(Due::Send),
+        match self.round? {
+            Round::Open { .. } => Some(Due::Send),
             // Nothing is left to overlap with: no inner steps belong to a round without data, and none come after the last round.
-            Flight::Sent if !self.has_data(self.step) || self.phase == Phase::Closing => Some(Due::Finish),
-            Flight::Sent if self.eager && self.last == Some(self.step) => Some(Due::Finish),
-            Flight::Sent => (self.count >= self.round_steps).then_some(Due::Finish),
+            Round::Sent if !self.has_data(self.step) || self.phase == Phase::Closing => Some(Due::Finish),
+            Round::Sent if self.eager && self.last == Some(self.step) => Some(Due::Finish),
+            Round::Sent => (self.count >= self.round_steps).then_some(Due::Finish),
         }
     }
 
@@ -133,9 +133,9 @@ impl Schedule {
 
     /// A saved run was taken up at `step`, with the outer gradient of a round in flight or without.
     pub(super) fn restored(&mut self, step: i64, with_gradient: bool) {
-        (self.phase, self.step, self.flight) = (Phase::Restored, step, None);
+        (self.phase, self.step, self.round) = (Phase::Restored, step, None);
         if with_gradient {
-            self.flight = Some(Flight::Open { again: false });
+            self.round = Some(Round::Open { again: false });
         } else if step == 0 || self.count >= self.send_at && self.has_data(step) {
             self.open();
         }
@@ -144,7 +144,7 @@ impl Schedule {
     /// Joins the job. Once what is due is done, [`begun`](Self::begun) follows.
     pub(super) fn begin(&mut self) -> Result<()> {
         match self.phase {
-            Phase::New => self.flight = Some(Flight::Open { again: false }),
+            Phase::New => self.round = Some(Round::Open { again: false }),
             Phase::Restored | Phase::Beginning => {}
             _ => return refused("begin was called already: it is called once, before the first inner step"),
         }
@@ -181,14 +181,14 @@ impl Schedule {
             return refused("all rounds of the run are done: call finish");
         }
         self.count += 1;
-        if self.flight.is_none() && self.count >= self.send_at {
+        if self.round.is_none() && self.count >= self.send_at {
             self.open();
         }
         Ok(())
     }
 
     fn open(&mut self) {
-        self.flight = Some(Flight::Open { again: false });
+        self.round = Some(Round::Open { again: false });
         if self.eager {
             // The inner steps from here on overlap with this round.
             self.count = 0;
@@ -207,23 +207,23 @@ impl Schedule {
 
     /// The round of the quorum's step was handed to the group.
     pub(super) fn sent(&mut self) {
-        if let Some(Flight::Open { again: true }) = self.flight {
+        if let Some(Round::Open { again: true }) = self.round {
             // A replica that healed in a repeated round may stand before the end of its source's. The others wait for no replica's inner
             // steps, so that it too goes straight to the end of the round.
             self.count = self.count.max(self.round_steps);
         }
-        self.flight = Some(Flight::Sent);
+        self.round = Some(Round::Sent);
     }
 
     /// The round did not commit: it is done again at once.
     pub(super) fn lost(&mut self) {
-        self.flight = Some(Flight::Open { again: true });
+        self.round = Some(Round::Open { again: true });
     }
 
     /// The round was committed and applied.
     pub(super) fn committed(&mut self) {
         let had_data = self.has_data(self.step);
-        self.flight = None;
+        self.round = None;
         self.count = 0;
         self.step += 1;
         if self.phase == Phase::Closing {
@@ -241,10 +241,10 @@ impl Schedule {
         }
         if self.phase == Phase::Running {
             // All replicas call it after the same round: what is in flight is the last one with data.
-            let last = self.step - i64::from(self.flight.is_none());
+            let last = self.step - i64::from(self.round.is_none());
             self.last = Some(self.last.map_or(last, |known| known.min(last)));
             self.phase = Phase::Closing;
-            if self.flight.is_none() {
+            if self.round.is_none() {
                 self.close_if_needed();
             }
         }
@@ -254,7 +254,7 @@ impl Schedule {
     /// A replica that healed right into the closing round has been through it already.
     fn close_if_needed(&mut self) {
         if self.last.is_none_or(|last| self.step <= last + 1) {
-            self.flight = Some(Flight::Open { again: false });
+            self.round = Some(Round::Open { again: false });
         } else {
             self.phase = Phase::Closed;
         }

@@ -164,7 +164,7 @@ struct Lighthouse {
     stopped_until: Duration,
     awake: Duration,
     /// Until then the ends of streams tell it nothing, since it was away.
-    doubts_until: Duration,
+    discounts_until: Duration,
     heard: formed::Heard,
     calls: BTreeMap<Ticket, (Who, u64)>,
     streams: BTreeMap<String, (Who, u64)>,

@@ -381,7 +381,7 @@ fn abort_fails(rank: &Rank) -> Outcome {
         ensure!(e.to_string().contains(word), "'{word}' is not in: {e}");
     }
     let leaked = leaked_bytes() - before;
-    ensure!(leaked == 12_000, "{leaked} bytes leaked, 12000 are in doubt");
+    ensure!(leaked == 12_000, "{leaked} bytes leaked, 12000 are suspect");
     Ok(())
 }
 

@@ -319,13 +319,13 @@ impl TcpStore {
                     return Ok(out);
                 }
                 Err(e) if is_late(&e) => {
-                    let doubt = if conn.sent && call.repeat == Repeat::Never {
+                    let carried_out = if conn.sent && call.repeat == Repeat::Never {
                         "; it may have been done or not"
                     } else {
                         ""
                     };
                     let text = format!(
-                        "the server did not answer{} within {:.1} s{doubt}",
+                        "the server did not answer{} within {:.1} s{carried_out}",
                         call.subject(),
                         call.waited()
                     );

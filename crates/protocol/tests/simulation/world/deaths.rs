@@ -64,7 +64,7 @@ impl World {
         else {
             return;
         };
-        let is_away = recently(lighthouse.stopped_until) || recently(lighthouse.doubts_until);
+        let is_away = recently(lighthouse.stopped_until) || recently(lighthouse.discounts_until);
         // A call that was on its way came after the end of the stream. On one connection it comes before it.
         let is_late = lighthouse.heard.has_asked(&death.id, death.at);
         if is_stopped || is_cut || is_away || is_late {

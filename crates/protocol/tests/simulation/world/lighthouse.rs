@@ -38,7 +38,7 @@ impl World {
             incarnation,
             stopped_until: Duration::ZERO,
             awake: self.now,
-            doubts_until: Duration::ZERO,
+            discounts_until: Duration::ZERO,
             heard,
             calls: BTreeMap::new(),
             streams: BTreeMap::new(),
@@ -60,7 +60,7 @@ impl World {
         let away = now.saturating_sub(lighthouse.awake);
         if away > Duration::from_secs(2) {
             all.extend(lighthouse.state.apply(Event::Away { time: away }, instant));
-            lighthouse.doubts_until = now + HEARTBEAT_TIMEOUT;
+            lighthouse.discounts_until = now + HEARTBEAT_TIMEOUT;
         }
         lighthouse.awake = now;
         if let Event::Withdraw { ticket } = &event {

@@ -67,7 +67,7 @@ impl World {
         };
         // The members in the record are healthy for one heartbeat time-out.
         let is_away = recently(lighthouse.stopped_until)
-            || recently(lighthouse.doubts_until)
+            || recently(lighthouse.discounts_until)
             || now < lighthouse.heard.started + HEARTBEAT_TIMEOUT + NOTICED_AFTER * 2;
         if is_stopped || is_cut || is_away {
             return;
