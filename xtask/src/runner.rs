@@ -31,6 +31,8 @@ const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
 const GRACE: Duration = Duration::from_secs(5);
 /// How much of a failed row's log is shown.
 const SHOWN_LINES: usize = 120;
+/// And how much of that again before the last line, of each failed row: where a log is cut, its middle goes.
+const REPEATED_LINES: usize = 12;
 
 /// What became of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,6 +93,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
         logs,
         probed: Mutex::default(),
         counts: Mutex::new(Counts::default()),
+        failed: Mutex::default(),
         is_built: OnceLock::new(),
         progress: OnceLock::new(),
     };
@@ -104,6 +107,9 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     }
     for_all(&rows, usize::from(args.at_once.max(1)), |row| matrix.run(row))?;
     let counts = lock(&matrix.counts);
+    for line in lock(&matrix.failed).iter() {
+        println!("{line}");
+    }
     println!("{counts}");
     Ok(counts.failed == 0)
 }
@@ -123,6 +129,8 @@ struct Matrix<'a> {
     probed: Mutex<BTreeMap<&'static str, Result<Environment, Skip>>>,
     /// Held while one row reports, so that its lines stay together.
     counts: Mutex<Counts>,
+    /// What the failed rows said, in short.
+    failed: Mutex<Vec<String>>,
     /// Set once everything that rows share is built.
     is_built: OnceLock<()>,
     /// Of several rows.
@@ -212,7 +220,19 @@ impl Matrix<'_> {
         let verdict = enforce(verdict, row, &self.args.require, &self.args.require_installable);
         let mut counts = lock(&self.counts);
         let took = started.elapsed();
-        report(row, &verdict, took, &log_path(&self.logs, row));
+        let log = log_path(&self.logs, row);
+        report(row, &verdict, took, &log);
+        if let Verdict::Failed { why } = &verdict {
+            let mut failed = lock(&self.failed);
+            failed.push(format!("FAIL  {}  {why}", row.name));
+            failed.extend(
+                shown(&log)
+                    .unwrap_or_default()
+                    .iter()
+                    .filter_map(|line| in_short(line))
+                    .take(REPEATED_LINES),
+            );
+        }
         // Long and delayed runs tell nothing about later ones.
         let is_usual = !self.args.long && self.delays.is_none();
         let passed = is_usual && matches!(verdict, Verdict::Passed { .. });
@@ -501,10 +521,9 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
         }
         Verdict::Skipped(skip) => println!("skip  {name:<20} {time:>12}  {skip}"),
         Verdict::Failed { why } => {
-            if let Ok(text) = fs::read(log) {
-                let text = String::from_utf8_lossy(&text);
+            if let Ok(lines) = shown(log) {
                 println!("---- from {} ----", log.display());
-                for line in excerpt(&text) {
+                for line in lines {
                     println!("{line}");
                 }
                 println!("----");
@@ -512,6 +531,20 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
             println!("FAIL  {name:<20} {time:>12}  {why}");
         }
     }
+}
+
+/// The excerpt of a log.
+fn shown(log: &Path) -> std::io::Result<Vec<String>> {
+    let text = fs::read(log)?;
+    let text = String::from_utf8_lossy(&text);
+    Ok(excerpt(&text).into_iter().map(ToOwned::to_owned).collect())
+}
+
+/// A line of an excerpt as it is repeated, unless it says nothing alone.
+fn in_short(line: &str) -> Option<String> {
+    let line = line.trim();
+    let says_something = !line.is_empty() && line != "failures:";
+    says_something.then(|| format!("      {}", line.chars().take(300).collect::<String>()))
 }
 
 /// The part of a failed row's log that says why: what the failed tests printed, else the end.
@@ -739,6 +772,8 @@ mod tests {
             shown.starts_with("failures:\n\n---- a ----\nboom") && shown.ends_with("FAILED. x"),
             "{shown}"
         );
+        let again: Vec<String> = shown.lines().filter_map(in_short).collect();
+        assert_eq!(again[..2], ["      ---- a ----", "      boom"]);
         let long = "line\n".repeat(500) + "the end\n";
         assert_eq!(excerpt(&long).len(), SHOWN_LINES);
         assert_eq!(excerpt(&long).last(), Some(&"the end"));
