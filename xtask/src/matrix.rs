@@ -515,6 +515,14 @@ pub(crate) const ROWS: &[Row] = &[
         },
         minutes(10),
     )),
+    long(row(
+        "measurements",
+        None,
+        "each program that the documents measure with, once and small",
+        loopback,
+        suite("measurements-conformance", ""),
+        minutes(15),
+    )),
     // Measures how fast links carry and survivors hear.
     alone(row(
         "e2e",

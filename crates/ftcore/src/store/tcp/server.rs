@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::doors::{Doors, Limits, network};
 use super::engine::{Engine, Entry, Progress, Ticket};
@@ -35,6 +35,9 @@ const MAX_APPENDED: usize = 64 << 20;
 const REPLY: usize = 64 * 1024;
 /// The work of a connection is shallow; thousands of them should be cheap.
 const STACK: usize = 256 * 1024;
+/// How long a server that ends goes on with the requests that it has, so that a rank whose key another one has seen gets its answer: often the
+/// program of that other rank has the server and ends next.
+const ANSWERS: Duration = Duration::from_secs(1);
 /// How long `shutdown` waits for the connections' threads.
 const SHUTDOWN: Duration = Duration::from_secs(5);
 
@@ -54,7 +57,7 @@ pub fn epoch_prefix(epoch: u64, group_rank: u32) -> String {
 ///
 /// Limits: 4096 connections, 3584 of them from one address and 1024 that have not greeted (then the oldest of those is closed), 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB for what one connection makes it hold,
 /// 512 MiB for all of them, 1 GiB of keys and values.
-/// Dropping it ends all connections without waiting for their threads.
+/// Dropping it answers the requests that have come, for 1 s at most, and ends all connections.
 pub struct TcpStoreServer {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -162,16 +165,38 @@ impl TcpStoreServer {
     /// call does nothing.
     pub fn shutdown(&self) {
         self.stop();
-        let deadline = deadline_in(SHUTDOWN);
+        if !self.has_ended_by(deadline_in(SHUTDOWN)) {
+            tracing::warn!(
+                connections = self.shared.doors().open.len(),
+                "store server: connections did not end in time"
+            );
+        }
+    }
+
+    /// Takes no more requests, answers those that have come, and closes what is left after [`ANSWERS`].
+    fn stop(&self) {
+        let mut doors = self.shared.doors();
+        doors.stopped = true;
+        // What has arrived can still be read, then comes an end; a wait sees that end at once.
+        for socket in doors.open.values() {
+            let _ = socket.shutdown(Shutdown::Read);
+        }
+        drop(doors);
+        self.shared.stop.ring();
+        if !self.has_ended_by(deadline_in(ANSWERS)) {
+            for socket in self.shared.doors().open.values() {
+                let _ = socket.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    /// Waits until all threads have ended; false at the deadline.
+    fn has_ended_by(&self, deadline: Instant) -> bool {
         let mut doors = self.shared.doors();
         while doors.accepting || !doors.open.is_empty() {
             let left = time_left(deadline);
             if left.is_zero() {
-                tracing::warn!(
-                    connections = doors.open.len(),
-                    "store server: connections did not end in time"
-                );
-                return;
+                return false;
             }
             doors = self
                 .shared
@@ -180,16 +205,7 @@ impl TcpStoreServer {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
-    }
-
-    fn stop(&self) {
-        let mut doors = self.shared.doors();
-        doors.stopped = true;
-        for socket in doors.open.values() {
-            let _ = socket.shutdown(Shutdown::Both);
-        }
-        drop(doors);
-        self.shared.stop.ring();
+        true
     }
 
     /// How many waits and barriers are pending.

@@ -237,3 +237,19 @@ fn an_add_whose_connection_broke_is_not_made_twice() {
     assert!(e.to_string().contains("may have been done"), "{e}");
     thread.join().unwrap();
 }
+
+#[test]
+fn requests_that_have_come_are_answered_although_the_server_ends_at_once() {
+    const PINGS: usize = 5000;
+    let server = server();
+    let first = client(&server);
+    let mut last = TcpStream::connect(("127.0.0.1", server.port())).unwrap();
+    let set = format!("01 {} {}", text("/done"), text("1"));
+    let pings = "0d 05060708".repeat(PINGS);
+    last.write_all(&hex(&format!("{HELLO} {set} {pings}"))).unwrap();
+    first.wait(&["done"], soon()).unwrap();
+    drop(server);
+    let mut answers = Vec::new();
+    last.read_to_end(&mut answers).unwrap();
+    assert_eq!(answers.len(), 4 * (1 + PINGS));
+}

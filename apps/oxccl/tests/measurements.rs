@@ -1,0 +1,135 @@
+//! The measurements that the documents name run: each program once, small, and not optimised, so that its figures mean nothing here.
+//! `cargo xtask test --row measurements`; a document's program that is missing below fails it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Output, Stdio};
+
+#[path = "../../../xtask/src/tidy/commands/shell.rs"]
+#[allow(dead_code, reason = "this test reads a part of what the file has")]
+mod shell;
+
+/// Examples of cargo's: the package, the name, what they are given, and a part of what they print.
+const RUN: &[(&str, &str, &str, &str)] = &[
+    ("oxccl-checkpoint", "heal_rate", "1 1", "of the plain copy"),
+    ("oxccl-ddp", "quorum_overlap", "3 5 5", "overlapped"),
+    (
+        "oxccl-fleet",
+        "fleet_campaign",
+        "replicas=64 every=5 rounds=50",
+        "is committed work",
+    ),
+    ("oxccl-isolate", "isolate_overhead", "1 4096", "direct/isolated"),
+    (
+        "oxccl-manager",
+        "spare_cost",
+        "1 1 2 --members 1",
+        "with a transfer",
+    ),
+    ("oxccl-plugin", "plugin_overhead", "", "the dylib path costs"),
+    ("oxccl-quant", "nmse", "", "two-phase, 16 ranks"),
+    ("oxccl-quant", "throughput", "int8", "| int8-b64 |"),
+];
+
+/// Two ranks, started one by one.
+const RANKS: (&str, &str) = ("oxccl-quant", "quantized_all_reduce");
+
+/// Run elsewhere, and where.
+const ELSEWHERE: &[(&str, &str)] = &[(
+    "xccl_overhead",
+    "needs oneCCL: started by hand in the environment of the row `xccl`",
+)];
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn start(package: &str, example: &str, arguments: &str) -> Child {
+    conformance::cargo()
+        .current_dir(root())
+        .args(["run", "--quiet", "-p", package, "--example", example, "--"])
+        .args(arguments.split_whitespace())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn said(of: &str, output: &Output) -> String {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success(), "{of}: {}:\n{said}", output.status);
+    said
+}
+
+fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            documents(&path, found);
+        } else if path.extension().is_some_and(|e| e == "md") {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_measured_example_of_the_documents_is_run_here() {
+    let mut paths = vec![root().join("README.md"), root().join("CONTRIBUTING.md")];
+    documents(&root().join("docs"), &mut paths);
+    let mut named = 0;
+    for path in paths {
+        for command in shell::documented(&std::fs::read_to_string(&path).unwrap()) {
+            let is_measured = ["cargo", "run", "--release"]
+                .iter()
+                .zip(&command.words)
+                .all(|(a, b)| a == b);
+            let Some(at) = command.words.iter().position(|word| word == "--example") else {
+                continue;
+            };
+            let example = command.words[at + 1].as_str();
+            let names = || {
+                RUN.iter()
+                    .map(|(_, name, ..)| *name)
+                    .chain(ELSEWHERE.iter().map(|(name, _)| *name))
+            };
+            if is_measured {
+                named += 1;
+                let place = format!("{}:{}", path.display(), command.line);
+                assert!(
+                    names().chain([RANKS.1]).any(|name| name == example),
+                    "{place}: '{example}' is not run here"
+                );
+            }
+        }
+    }
+    assert!(named >= 12, "only {named} were found");
+}
+
+#[test]
+fn measured_examples_run() {
+    // What `plugin_overhead` loads.
+    let built = conformance::cargo()
+        .current_dir(root())
+        .args(["build", "--quiet", "-p", "gloo-plugin"])
+        .output()
+        .unwrap();
+    said("gloo-plugin", &built);
+    for (package, example, arguments, part) in RUN {
+        let output = start(package, example, arguments).wait_with_output().unwrap();
+        let said = said(example, &output);
+        assert!(said.contains(part), "{example}: no '{part}' in:\n{said}");
+    }
+}
+
+#[test]
+fn the_ranks_of_a_quantised_all_reduce_run() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let (package, example) = RANKS;
+    let ranks = [0, 1].map(|rank| start(package, example, &format!("{rank} 2 {free} 1 f32,int8")));
+    let [first, _] = ranks.map(|rank| said(example, &rank.wait_with_output().unwrap()));
+    assert!(first.contains("int8"), "{first}");
+}
