@@ -539,6 +539,44 @@ mod tests {
     }
 
     #[test]
+    fn a_group_has_the_options_of_the_world_but_where_its_specification_says_otherwise() {
+        let with = |seconds| GroupOptions {
+            timeout: Duration::from_secs(seconds),
+            ..GroupOptions::default()
+        };
+        let world = WorldOptions {
+            options: with(1),
+            options_of: [(DeviceKind::Cuda, with(2)), (DeviceKind::Xpu, with(3))].into(),
+            ..WorldOptions::default()
+        };
+        // The time-outs of groups on a processor, on CUDA and on XPU.
+        let seconds = |spec: &GroupSpec| {
+            let options = world.changed_by(spec).unwrap();
+            let of = |kind| options.options_of.get(&kind).unwrap_or(&options.options);
+            [DeviceKind::Cpu, DeviceKind::Cuda, DeviceKind::Xpu].map(|kind| of(kind).timeout.as_secs())
+        };
+        let nothing = GroupSpec::default();
+        let for_cuda = GroupSpec {
+            options_of: [(DeviceKind::Cuda, with(20))].into(),
+            ..GroupSpec::default()
+        };
+        let for_all = GroupSpec {
+            options: Some(with(10)),
+            ..GroupSpec::default()
+        };
+        let for_both = GroupSpec {
+            options: Some(with(10)),
+            ..for_cuda.clone()
+        };
+        let with_a_timeout = GroupSpec {
+            timeout: Some(Duration::from_secs(5)),
+            ..for_cuda.clone()
+        };
+        let found = [&nothing, &for_cuda, &for_all, &for_both, &with_a_timeout].map(seconds);
+        assert_eq!(found, [[1, 2, 3], [1, 20, 3], [10, 10, 10], [10, 20, 10], [5, 5, 5]]);
+    }
+
+    #[test]
     fn the_variable_says_whether_groups_are_split_and_anything_odd_is_refused() {
         for (value, splits) in [
             (None, false),
