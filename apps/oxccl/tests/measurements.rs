@@ -1,5 +1,5 @@
 //! The measurements that the documents name run: each program once, small, and not optimised, so that its figures mean nothing here.
-//! `cargo xtask test --row measurements`; a document's program that is missing below fails it.
+//! `cargo xtask test --row measurements`; an example of a document that is missing below fails it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::{Path, PathBuf};
@@ -132,4 +132,17 @@ fn the_ranks_of_a_quantised_all_reduce_run() {
     let ranks = [0, 1].map(|rank| start(package, example, &format!("{rank} 2 {free} 1 f32,int8")));
     let [first, _] = ranks.map(|rank| said(example, &rank.wait_with_output().unwrap()));
     assert!(first.contains("int8"), "{first}");
+}
+
+/// `cargo xtask chaos`, for seconds: undisturbed, disturbed, undisturbed. So short a run says nothing of a rate, so none is asked for.
+#[test]
+fn a_campaign_of_deaths_runs() {
+    let arguments = "run --quiet -p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0";
+    let output = conformance::cargo()
+        .current_dir(root())
+        .args(arguments.split(' '))
+        .output()
+        .unwrap();
+    let said = said("chaos", &output);
+    assert!(said.contains("undisturbed"), "{said}");
 }

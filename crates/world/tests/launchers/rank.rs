@@ -29,13 +29,55 @@ fn sum(world: &World) -> Result<f32> {
         .ok_or_else(|| Error::invalid("no sum"))
 }
 
+/// Says what became of a sum that a dead rank is missing from.
+fn hear(world: &World, summed: Result<f32>) {
+    match summed {
+        Ok(_) => say("no rank died"),
+        Err(e) => {
+            // The group may have heard before the call.
+            let e = world.group().error().unwrap_or(e);
+            let peer = e.context().peer.map_or("?".to_string(), |p| p.to_string());
+            say(&format!(
+                "rank {} heard {:?} of rank {peer}",
+                world.rank(),
+                e.kind()
+            ));
+        }
+    }
+}
+
 /// Ends this process as a crash does.
 fn die() {
     let me = rustix::process::getpid();
     let _ = rustix::process::kill_process(me, rustix::process::Signal::KILL);
 }
 
+/// Where ranks that outlive a lost node look whether the launcher knows of it.
+pub(crate) const KNOWN: &str = "OXCCL_TEST_NODE_LOST";
+
+/// The rank of the node that is lost says which process it is, and waits for its end.
+fn be_lost() -> Result<()> {
+    say(&format!("process {}", std::process::id()));
+    std::thread::sleep(Duration::from_secs(120));
+    Err(Error::timeout("this rank's node was not lost"))
+}
+
+/// Until the launcher has taken the node away, and could have ended this rank for it.
+fn outlive() -> Result<()> {
+    let file = std::env::var(KNOWN).map_err(|_| Error::invalid(format!("{KNOWN} is not set")))?;
+    let until = deadline_in(Duration::from_secs(120));
+    while !std::path::Path::new(&file).exists() {
+        if std::time::Instant::now() > until {
+            return Err(Error::timeout("the node was not taken away"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    say("it outlived the node");
+    Ok(())
+}
+
 /// `reduce`: once. `die`: rank 1 dies once all have done so, and the others say what they hear. `die-once`: likewise, in the first attempt only.
+/// `lose-node`: the last rank waits until it is killed, and the others say what they hear and whether the launcher lets them be.
 fn carry_out(scene: &str) -> Result<()> {
     let place = Place::from_env()?;
     let options = WorldOptions {
@@ -53,25 +95,20 @@ fn carry_out(scene: &str) -> Result<()> {
     let is_again = restarts
         .iter()
         .any(|name| std::env::var(name).is_ok_and(|count| count != "0"));
+    if scene == "lose-node" && world.rank() + 1 == world.world_size() {
+        return be_lost();
+    }
+    if scene == "lose-node" {
+        hear(&world, sum(&world));
+        outlive()?;
+    }
     if scene == "die" || (scene == "die-once" && !is_again) {
         // Behind it all have said their sums. Those that are still inside when rank 1 dies hear of it there.
         let all_said = world.group().barrier();
         if world.rank() == 1 && all_said.is_ok() {
             die();
         }
-        match all_said.and_then(|_| sum(&world)) {
-            Ok(_) => say("no rank died"),
-            Err(e) => {
-                // The group may have heard before the call.
-                let e = world.group().error().unwrap_or(e);
-                let peer = e.context().peer.map_or("?".to_string(), |p| p.to_string());
-                say(&format!(
-                    "rank {} heard {:?} of rank {peer}",
-                    world.rank(),
-                    e.kind()
-                ));
-            }
-        }
+        hear(&world, all_said.and_then(|_| sum(&world)));
     }
     world.shutdown(deadline_in(Duration::from_secs(10)))
 }

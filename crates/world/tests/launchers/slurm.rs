@@ -7,23 +7,24 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Failed, Trial};
 use tempfile::TempDir;
 
-use crate::{LIMIT, Outcome, SCENE, finish, free_ports, program, said};
+use crate::{LIMIT, Outcome, SCENE, finish, free_ports, program, rank, said};
 
 /// A test's name and what it does.
 type Case = (&'static str, fn(&Cluster) -> Outcome);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let cases: [Case; 6] = [
+    let cases: [Case; 7] = [
         ("ranks_of_four_nodes_meet_on_the_first", four_nodes),
         ("a_step_of_other_nodes_meets_on_its_own_first", later_nodes),
         ("a_killed_task_is_named_by_the_others", killed_task),
+        ("a_lost_node_takes_its_own_ranks_only", lost_node),
         ("a_requeued_job_meets_again", requeued),
         ("the_batch_script_for_a_world_starts_it", world_script),
         ("a_batch_script_without_srun_is_told_what_to_do", without_srun),
@@ -54,12 +55,12 @@ const RANK: &str = r#""$0"; code=$?; echo "ended with $code"; exit $code"#;
 /// The daemons, and their folder. Two clusters at a time do not fit on one machine, whatever their ports: steps of both fail.
 struct Cluster {
     folder: TempDir,
-    daemons: Vec<std::process::Child>,
+    daemons: Mutex<Vec<Child>>,
 }
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        for daemon in &mut self.daemons {
+        for daemon in self.daemons().iter_mut() {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
@@ -89,25 +90,41 @@ impl Cluster {
         let names: String = (1..=4).map(|n| format!("127.0.0.1 n{n}\n")).collect();
         fs::write(path.join("hosts"), format!("127.0.0.1 localhost {host}\n{names}"))?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
-        let mut cluster = Self {
+        let cluster = Self {
             folder,
-            daemons: Vec::new(),
+            daemons: Mutex::default(),
         };
         cluster.start_munge()?;
         fs::create_dir(cluster.path("state"))?;
         cluster.spawn(Command::new("slurmctld").args(["-D", "-c"]))?;
-        let hosts = cluster.path("hosts").display().to_string();
         for n in 1..=4 {
-            let enter = format!("mount --bind {hosts} /etc/hosts && exec slurmd -D -N n{n}");
-            cluster.spawn(Command::new("unshare").args(["--mount", "sh", "-c", &enter]))?;
+            cluster.start_node(n)?;
         }
-        cluster
-            .wait("four idle nodes", |cluster| {
-                let info = finish(cluster.command("sinfo").args(["--noheader", "--format=%D %t"]))?;
-                Ok(said(&info).trim() == "4 idle")
-            })
-            .map_err(|e| cluster.with_evidence(&e))?;
+        let idle = cluster.wait_for_nodes("4 idle");
+        idle.map_err(|e| cluster.with_evidence(&e))?;
         Ok(cluster)
+    }
+
+    /// A node is its daemon, in a file system of its own.
+    fn start_node(&self, n: u32) -> Outcome {
+        let hosts = self.path("hosts").display().to_string();
+        let enter = format!("mount --bind {hosts} /etc/hosts && exec slurmd -D -N n{n}");
+        self.spawn(Command::new("unshare").args(["--mount", "sh", "-c", &enter]))
+    }
+
+    fn daemons(&self) -> MutexGuard<'_, Vec<Child>> {
+        self.daemons.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the nodes are in these states, as `sinfo` counts them.
+    fn wait_for_nodes(&self, states: &str) -> Outcome {
+        self.wait(states, |cluster| {
+            let info = finish(cluster.command("sinfo").args(["--noheader", "--format=%D %t"]))?;
+            let said = said(&info);
+            let mut lines: Vec<&str> = said.lines().map(str::trim).collect();
+            lines.sort_unstable();
+            Ok(lines.join(", ") == states)
+        })
     }
 
     /// What explains a failure: the daemons' logs, each line once whatever its time, and the queue.
@@ -134,7 +151,7 @@ impl Cluster {
     }
 
     /// munged takes a key and a folder of its own user's only.
-    fn start_munge(&mut self) -> Outcome {
+    fn start_munge(&self) -> Outcome {
         let folder = self.path("munge");
         fs::create_dir(&folder)?;
         let key = folder.join("key");
@@ -181,13 +198,14 @@ impl Cluster {
         command
     }
 
-    fn spawn(&mut self, command: &mut Command) -> Outcome {
+    fn spawn(&self, command: &mut Command) -> Outcome {
         command
             .env("SLURM_CONF", self.path("slurm.conf"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        self.daemons.push(command.spawn()?);
+        let daemon = command.spawn()?;
+        self.daemons().push(daemon);
         Ok(())
     }
 
@@ -273,6 +291,78 @@ fn killed_task(cluster: &Cluster) -> Outcome {
         };
         if !text.contains(&line) {
             return Err(format!("'{line}' was not said: {said:#?}").into());
+        }
+    }
+    Ok(())
+}
+
+/// The machine of the last node goes: its daemon, what that started for the step, and the rank. The controller takes the node away as an operator or
+/// its own time-out would.
+fn lost_node(cluster: &Cluster) -> Outcome {
+    let folder = tempfile::tempdir_in(cluster.folder.path())?;
+    let (at, known) = (folder.path().to_path_buf(), folder.path().join("known"));
+    let text = |rank: u32| fs::read_to_string(at.join(rank.to_string())).unwrap_or_default();
+    let mut srun = cluster.command("srun");
+    srun.env(SCENE, "lose-node")
+        .env(rank::KNOWN, &known)
+        .args(["--no-kill", "-N4", "-n4", "-K0", "-o"])
+        .arg(at.join("%t"))
+        .args(["sh", "-c", RANK])
+        .arg(program())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let mut srun = srun.spawn()?;
+    let pid_of_the_last = || {
+        text(3)
+            .split_once("process ")?
+            .1
+            .lines()
+            .next()?
+            .parse::<u32>()
+            .ok()
+    };
+    let outcome = (|| {
+        cluster.wait("the last rank's process", |_| Ok(pid_of_the_last().is_some()))?;
+        // The rank, its shell, and the daemon of the step.
+        let parent = |pid: &u32| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+            stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+        };
+        let rank = pid_of_the_last().ok_or("it is gone")?;
+        let step: Vec<u32> = std::iter::successors(Some(rank), parent).take(3).collect();
+        // That of the last node was started last.
+        let daemon = cluster.daemons().last().ok_or("no daemons")?.id();
+        for pid in [daemon].iter().chain(step.iter().rev()) {
+            let pid = i32::try_from(*pid)
+                .ok()
+                .and_then(rustix::process::Pid::from_raw)
+                .ok_or("a strange process")?;
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL)?;
+        }
+        let down = ["update", "NodeName=n4", "State=DOWN", "Reason=lost"];
+        let taken = finish(cluster.command("scontrol").args(down))?;
+        if !taken.status.success() {
+            return Err(format!("scontrol: {}", said(&taken)).into());
+        }
+        cluster.wait_for_nodes("1 down, 3 alloc")?;
+        fs::write(&known, "")?;
+        cluster.wait_for_ranks(3, |rank| at.join(rank.to_string()))
+    })();
+    let _ = srun.kill();
+    let _ = srun.wait();
+    // For the cases that follow.
+    cluster.start_node(4)?;
+    cluster.wait_for_nodes("4 idle")?;
+    for (rank, text) in outcome?.iter().enumerate() {
+        for line in [
+            &format!("rank {rank} heard PeerLost of rank 3"),
+            "it outlived the node",
+            "ended with 0",
+        ] {
+            if !text.contains(line) {
+                return Err(format!("rank {rank} did not say '{line}': {text}").into());
+            }
         }
     }
     Ok(())
