@@ -137,7 +137,8 @@ fn the_ranks_of_a_quantised_all_reduce_run() {
 /// `cargo xtask chaos`, for seconds: undisturbed, disturbed, undisturbed. So short a run says nothing of a rate, so none is asked for.
 #[test]
 fn a_campaign_of_deaths_runs() {
-    let arguments = "run --quiet -p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0";
+    let arguments =
+        "run --quiet -p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0";
     let output = conformance::cargo()
         .current_dir(root())
         .args(arguments.split(' '))

@@ -573,7 +573,10 @@ mod tests {
             ..for_cuda.clone()
         };
         let found = [&nothing, &for_cuda, &for_all, &for_both, &with_a_timeout].map(seconds);
-        assert_eq!(found, [[1, 2, 3], [1, 20, 3], [10, 10, 10], [10, 20, 10], [5, 5, 5]]);
+        assert_eq!(
+            found,
+            [[1, 2, 3], [1, 20, 3], [10, 10, 10], [10, 20, 10], [5, 5, 5]]
+        );
     }
 
     #[test]
