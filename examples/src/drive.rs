@@ -105,6 +105,9 @@ pub struct RunArgs {
     /// A replica whose process stands still, or whose machine is gone, is taken for dead by the lighthouse after so many milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
     pub heartbeat_timeout_ms: u64,
+    /// The run fails if the others stand still for more milliseconds than these when the planned kill comes.
+    #[arg(long, value_name = "MS", env = "OXCCL_STALL_LIMIT_MS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub stall_limit_ms: u64,
     /// Tell in the report how fast steps were committed, as a run with --chaos does.
     #[arg(long)]
     pub cost: bool,
@@ -288,9 +291,6 @@ pub struct Run {
     /// The seed.
     pub seed: u64,
 }
-
-/// Survivors may not stall for longer.
-const STALL_LIMIT_MS: f64 = 1000.0;
 
 /// Runs the lighthouse of a driver's run until it is killed with its parent.
 pub fn lighthouse(
@@ -476,7 +476,7 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
         parameters: run.parameters as u64,
         gradient_bytes: 4 * run.parameters as u64,
         seed: run.seed,
-        stall_limit_ms: kill.map(|_| STALL_LIMIT_MS),
+        stall_limit_ms: kill.map(|_| args.stall_limit_ms as f64),
     };
     let mut report = Report::new(&facts, &events);
     if args.cost || campaign.is_some() {
