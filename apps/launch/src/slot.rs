@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_incarnation_ends_as_the_rank_did_that_caused_its_end() {
+    fn an_incarnation_ends_as_the_rank_did_that_caused_its_end() {
         let mut slot = Slot::new(3);
         assert_eq!(slot.end(&[2]), (None, String::new()));
         let ended = |slot: &mut Slot, rank: u32, status, signal, tail: &str| {
