@@ -95,6 +95,7 @@ const FAULTS: &[Fault] = &[
     ("ranks of different states ask as one", Joint, &[("gather.rs", "is_torn |= request.step != r.step || request.lineage != r.lineage;", "")]),
     ("a vote on a rank's own step, which waits", Joint, &[("rank.rs", "step: self.answer.as_ref().map_or(self.step, |a| a.max_step),", "step: self.step,"), ("replica.rs", "self.end_hopeless_votes(now, &mut actions);", "")]),
     ("a no that does not count", Joint, &[("commit.rs", "let commit = votes.values().all(|v| v.vote);", "let commit = votes.values().any(|v| v.vote);")]),
+    ("a rank whose epoch did not come up leaves the others to compute", Joint, &[("rank.rs", "let place = answer.contributor_rank.filter(|&r| r < most && !answer.heal);", "let place = answer.contributor_rank.filter(|&r| r < most && !answer.heal && self.lost.is_none());")]),
     ("a step advances before its state", Joint, &[("rank.rs", "self.is_to_heal = answer.heal;", "self.is_to_heal = answer.heal;\nself.step = answer.max_step;")]),
     ("a rank that holds nothing tells a count of batches", Tests("holds_nothing"), &[("rank.rs", "batches_committed: if holds_nothing { 0 } else { self.batches },", "batches_committed: self.batches,")]),
     ("7 a member recorded as gone is not heard", Tests("recorded_as_gone"), &[("quorum/arrivals.rs", "} else if !entry.is_some_and(|e| e.member && !e.gone_before)", "} else if !entry.is_some_and(|e| e.member)")]),

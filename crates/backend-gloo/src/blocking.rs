@@ -280,7 +280,7 @@ impl Shared {
 }
 
 impl Channels {
-    /// Sends a short message, receives one, or both, as@remote as that goes while a rank would look again anyway.
+    /// Sends a short message, receives one, or both, as far as that goes while a rank would look again anyway.
     fn quick(&mut self, send: Sending<'_>, mut receive: Receiving<'_>) -> Result<Begun> {
         let spins = if self.spins { SPINS } else { 0 };
         // An offer that came before goes first.

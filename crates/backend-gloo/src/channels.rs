@@ -295,7 +295,7 @@ impl Channels {
         Ok(moved)
     }
 
-    /// Writes what waits for `rank` as@remote as there is room: frames first, then pieces of messages in turn.
+    /// Writes what waits for `rank` as far as there is room: frames first, then pieces of messages in turn.
     fn write(&mut self, rank: u32) -> Result<bool> {
         let way = match self.outboxes.get_mut(rank as usize) {
             Some(Some(Outbox {

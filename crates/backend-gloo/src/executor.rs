@@ -457,7 +457,7 @@ fn list(ranks: &[u32]) -> String {
     format!("{what} {}", names.join(", "))
 }
 
-/// What a time-out says: how@remote the operation came and who was waited for.
+/// What a time-out says: how far the operation came and who was waited for.
 pub(crate) fn timed_out(elapsed: f64, progress: &str, senders: &[u32], takers: &[u32], world: u32) -> String {
     let mut waits = Vec::new();
     if !senders.is_empty() {

@@ -234,7 +234,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Sends offers to `rank` as@remote as its window allows.
+    /// Sends offers to `rank` as far as its window allows.
     fn offer<W: Way>(&mut self, rank: u32, peers: &mut [Option<W>]) -> Result<()> {
         let at = rank as usize;
         let peer = peers.get_mut(at).and_then(Option::as_mut).ok_or_else(lost)?;

@@ -31,7 +31,7 @@ const LINGER: Duration = Duration::from_micros(250);
 /// At least, where that did not pay: longer than one wake-up takes.
 const LEAST_LINGER: Duration = Duration::from_micros(80);
 
-/// How long looking again has paid so@remote; kept from one operation to the next.
+/// How long looking again has paid so far; kept from one operation to the next.
 #[derive(Debug)]
 pub(crate) struct SpinBudget {
     most: u32,

@@ -173,14 +173,15 @@ impl Rank {
     }
 
     /// The place among the contributors of this attempt, and their number. No place: the values of this replica do not count.
+    ///
+    /// Both follow from the quorum alone. Whether the epoch came up for this rank makes no difference: the other ranks of the replica may be in the
+    /// step, and what they compute together waits for all of them.
     pub fn contribution(&self) -> (Option<u32>, u32) {
         let Some(answer) = &self.answer else {
             return (None, 0);
         };
         let most = self.rules.max_contributors.unwrap_or(u32::MAX);
-        let place = answer
-            .contributor_rank
-            .filter(|&r| r < most && self.lost.is_none() && !answer.heal);
+        let place = answer.contributor_rank.filter(|&r| r < most && !answer.heal);
         (place, answer.contributor_world_size.min(most))
     }
 

@@ -57,7 +57,8 @@ pub struct Participation {
     pub replica_world_size: u32,
     /// True if this replica's values count in this attempt. A replica contributes only work that it did itself: one that healed
     /// into this step holds copies, so it stands aside in every attempt at the step while a member is there that did not heal
-    /// into it. Spares never contribute.
+    /// into it. Spares never contribute. It is the same on all ranks of the replica, also where the epoch did not come up for one of them and will
+    /// not commit: what the ranks compute together, all of them do, or none.
     pub contributes: bool,
     /// The place among those that contribute, in order of their ids; `None` if this replica does not.
     pub contributor_rank: Option<u32>,

@@ -259,7 +259,7 @@ impl Outbox {
         true
     }
 
-    /// Writes what waits as@remote as the socket takes it: frames first, then pieces of messages in turn. True if anything moved.
+    /// Writes what waits as far as the socket takes it: frames first, then pieces of messages in turn. True if anything moved.
     pub(super) fn write(&mut self, place: Place, messages: &mut Messages) -> Result<bool> {
         let mut moved = false;
         // A bounded number, so that a fast reader does not keep the driver from all others.

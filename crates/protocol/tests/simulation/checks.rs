@@ -34,6 +34,8 @@ pub(crate) struct Checks {
     offers: BTreeSet<(u32, i64, u64, u64)>,
     /// Whose state the ranks of a replica hold in a step of an epoch.
     together: BTreeMap<(usize, u64, i64, i64), Option<Taken>>,
+    /// Whether the ranks of a replica computed in an attempt, by its epoch, step and number.
+    computed: BTreeMap<(usize, u64, i64, i64, i64), bool>,
     /// The highest step of the last quorum of this lighthouse.
     frontier: Option<i64>,
     /// Its members.
@@ -162,6 +164,24 @@ impl Checks {
         }
         Err(format!(
             "INV-6: in step {step} of epoch {epoch} {who:?} holds {taken:?}, another rank of its replica {first:?}"
+        ))
+    }
+
+    /// A rank computed gradients in an attempt, or did not. What the ranks of a replica compute they compute together, also where the epoch came
+    /// up for some of them only: one that left it out would be waited for inside.
+    pub(crate) fn computed(
+        &mut self,
+        who: Who,
+        (epoch, step, attempt): (i64, i64, i64),
+        computes: bool,
+    ) -> Result<(), String> {
+        let key = (who.slot, who.incarnation, epoch, step, attempt);
+        if *self.computed.entry(key).or_insert(computes) == computes {
+            return Ok(());
+        }
+        let (does, do_so) = if computes { ("computes", "do not") } else { ("does not compute", "do") };
+        Err(format!(
+            "{who:?} {does} in attempt {attempt} at step {step} of epoch {epoch}, other ranks of its replica {do_so}"
         ))
     }
 

@@ -122,6 +122,8 @@ pub(crate) struct Program {
     counted: Vec<u64>,
     /// This attempt's share.
     sent: Option<(i64, Option<Gradient>)>,
+    /// Gradients of data parallel were computed in this attempt: with all ranks of the replica, if the model is spread over them.
+    pub(crate) has_computed: bool,
     healed: bool,
     /// The next time the state is written, it fails in the middle.
     tears: bool,
@@ -172,6 +174,7 @@ impl Program {
             salt,
             made: 0,
             sent: None,
+            has_computed: false,
             healed: false,
             tears: false,
             is_torn: false,
@@ -306,6 +309,7 @@ impl Program {
                 rounds.joined(share.step)?
             }
         };
+        self.has_computed = sends == Sends::Fresh && matches!(self.machine, Machine::Steps(_));
         if sends == Sends::Fresh {
             let gradient = self.gradient(fragment, share);
             match &mut self.machine {

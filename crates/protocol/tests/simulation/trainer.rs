@@ -549,6 +549,11 @@ impl World {
             Ok(brings) => brings,
             Err(e) => return self.goes_on(who, Err(e)),
         };
+        let attempt = (answer.quorum_id, answer.max_step, t.rank.key().attempt);
+        let computes = t.program.has_computed;
+        let alike = self.checks.computed(who, attempt, computes);
+        self.check(alike);
+        let Some(t) = self.trainer(who) else { return };
         if t.error.is_none() && (brings.is_some() || t.rank.needs_barrier(false)) {
             let state = t.program.present(part.step);
             let (is_barrier, own) = (brings.is_none(), brings.flatten());
