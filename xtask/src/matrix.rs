@@ -761,13 +761,18 @@ impl Targets {
         select
     }
 
-    /// After `cargo build`: the programs of examples, which `cargo test` builds only as tests once targets are named; `None` without any.
+    /// After `cargo build`: the programs of examples, which `cargo test` builds only as tests once targets are named, and the libraries, some of which
+    /// tests load (`conformance::dylib`); `None` without examples.
     pub(crate) fn select_examples(&self) -> Option<Vec<String>> {
         let named = self
             .examples
             .iter()
             .flat_map(|name| ["--example".to_owned(), name.clone()]);
-        let select: Vec<String> = std::iter::once("--workspace".to_owned()).chain(named).collect();
+        let select: Vec<String> = ["--workspace", "--lib"]
+            .map(str::to_owned)
+            .into_iter()
+            .chain(named)
+            .collect();
         (!self.examples.is_empty()).then_some(select)
     }
 }
@@ -1070,7 +1075,7 @@ mod tests {
         let examples = |run: &Run| run.targets(&metadata()).unwrap().select_examples();
         assert_eq!(
             examples(&INTEGRATION).unwrap().join(" "),
-            "--workspace --example ddp --example diloco"
+            "--workspace --lib --example ddp --example diloco"
         );
         assert_eq!(examples(&PROGRAMS), None);
     }

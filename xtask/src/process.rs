@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::io::IsTerminal;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,8 +19,10 @@ use anyhow::{Context, Result, anyhow};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MARK: &str = "OXCCL_XTASK_RUN";
-/// How often a caller hears that a long child still runs.
+/// How often a caller hears that a long child still runs, where somebody looks on.
 const BEAT: Duration = Duration::from_secs(30);
+/// And where the output is kept: often enough that no run is taken for a stuck one, and rarely enough that what failed is not lost among it.
+const BEAT_IN_A_LOG: Duration = Duration::from_secs(5 * 60);
 /// How long killing a family may take; only a process stuck in the kernel needs more.
 const KILL: Duration = Duration::from_secs(5);
 
@@ -117,10 +120,14 @@ pub(crate) fn run(
         .context("no thread to wait for the child")?;
     let deadline = started + limit;
     let mut killed = None;
+    let pause = match std::io::stdout().is_terminal() {
+        true => BEAT,
+        false => BEAT_IN_A_LOG,
+    };
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         // After a kill the end is near; the beat bounds that wait too.
-        let wait = if killed.is_some() { BEAT } else { left.min(BEAT) };
+        let wait = if killed.is_some() { BEAT } else { left.min(pause) };
         match ended.recv_timeout(wait) {
             Ok(status) => {
                 let status = status.with_context(|| format!("waiting for {what}"))?;

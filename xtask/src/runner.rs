@@ -221,7 +221,11 @@ impl Matrix<'_> {
         let mut counts = lock(&self.counts);
         let took = started.elapsed();
         let log = log_path(&self.logs, row);
-        report(row, &verdict, took, &log);
+        // Long and delayed runs tell nothing about later ones.
+        let is_usual = !self.args.long && self.delays.is_none();
+        let passed = is_usual && matches!(verdict, Verdict::Passed { .. });
+        let progress = self.progress.get().and_then(|p| p.ended(row.name, took, passed));
+        report(row, &verdict, took, &log, progress.as_deref());
         if let Verdict::Failed { why } = &verdict {
             let mut failed = lock(&self.failed);
             failed.push(format!("FAIL  {}  {why}", row.name));
@@ -232,13 +236,6 @@ impl Matrix<'_> {
                     .filter_map(|line| in_short(line))
                     .take(REPEATED_LINES),
             );
-        }
-        // Long and delayed runs tell nothing about later ones.
-        let is_usual = !self.args.long && self.delays.is_none();
-        let passed = is_usual && matches!(verdict, Verdict::Passed { .. });
-        let progress = self.progress.get().and_then(|p| p.ended(row.name, took, passed));
-        if let Some(progress) = progress {
-            println!("  …   {progress}");
         }
         counts.add(&verdict);
     }
@@ -509,9 +506,11 @@ fn beat(name: &str, does: &str, time: Duration) {
     println!("  …   {name:<20} {does} since {}", seconds(time));
 }
 
-fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
+/// Says how a row ended, and how far the run is by then.
+fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path, progress: Option<&str>) {
     let name = row.name;
     let time = seconds(time);
+    let progress = progress.map_or(String::new(), |told| format!("  ({told})"));
     match verdict {
         Verdict::Passed { tests, ignored } => {
             let ignored = if *ignored > 0 {
@@ -519,7 +518,7 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
             } else {
                 String::new()
             };
-            println!("pass  {name:<20} {time:>12}  {tests} tests{ignored}");
+            println!("pass  {name:<20} {time:>12}  {tests} tests{ignored}{progress}");
         }
         Verdict::Skipped(skip) => println!("skip  {name:<20} {time:>12}  {skip}"),
         Verdict::Failed { why } => {
@@ -530,7 +529,7 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
                 }
                 println!("----");
             }
-            println!("FAIL  {name:<20} {time:>12}  {why}");
+            println!("FAIL  {name:<20} {time:>12}  {why}{progress}");
         }
     }
 }
@@ -552,13 +551,16 @@ fn in_short(line: &str) -> Option<String> {
 /// The part of a failed row's log that says why: what the failed tests printed, else the end.
 fn excerpt(text: &str) -> Vec<&str> {
     let mut lines = Vec::new();
-    let mut is_inside = false;
+    let (mut is_inside, mut is_trace) = (false, false);
     for line in text.lines() {
         is_inside |= line == "failures:";
-        if is_inside {
+        // The way to a failed assertion is libtest's; the log has it.
+        is_trace |= line == "stack backtrace:";
+        if is_inside && !is_trace {
             lines.push(line);
         }
         is_inside &= !line.starts_with("test result: ");
+        is_trace &= !line.is_empty();
     }
     if lines.is_empty() {
         lines = text.lines().collect();
@@ -767,11 +769,11 @@ mod tests {
 
     #[test]
     fn the_excerpt_is_what_failed_tests_printed_or_else_the_end() {
-        let text = "test a ... FAILED\n\nfailures:\n\n---- a ----\nboom\n\nfailures:\n    a\n\ntest result: FAILED. x\n     \
+        let text = "test a ... FAILED\n\nfailures:\n\n---- a ----\nboom\nstack backtrace:\n   0: begin\n\nfailures:\n    a\n\ntest result: FAILED. x\n     \
                     Running b\nnoise\n";
         let shown = excerpt(text).join("\n");
         assert!(
-            shown.starts_with("failures:\n\n---- a ----\nboom") && shown.ends_with("FAILED. x"),
+            shown.starts_with("failures:\n\n---- a ----\nboom\n\nfailures:") && shown.ends_with("FAILED. x"),
             "{shown}"
         );
         let again: Vec<String> = shown.lines().filter_map(in_short).collect();

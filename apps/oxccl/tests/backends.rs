@@ -184,38 +184,8 @@ fn what_a_plugin_says_and_prints_does_not_break_the_list() {
     }
 }
 
-/// Gloo as a dylib of itself.
-fn gloo_plugin() -> String {
-    plugin("gloo-plugin")
-}
-
-/// The dylib of this package, built by the cargo that runs this test.
 fn plugin(package: &str) -> String {
-    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
-    // Alone its dependencies have fewer features and would all be built once more: under xtask the whole workspace is built.
-    let select: &[&str] = match std::env::var_os("OXCCL_XTASK_RUN") {
-        Some(_) => &["--workspace"],
-        None => &["--package", package],
-    };
-    let output = conformance::cargo()
-        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
-        .args(["build", "--message-format=json", "--lib", "--profile", profile])
-        .args(select)
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let file = format!("/lib{}.so", package.replace('-', "_"));
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let built = text.lines().filter(|l| l.contains("\"cdylib\""));
-    built
-        .flat_map(|l| l.split('"'))
-        .rfind(|part| part.ends_with(&file))
-        .unwrap()
-        .to_string()
+    conformance::dylib(package).unwrap().display().to_string()
 }
 
 #[test]
@@ -223,7 +193,7 @@ fn plugins_are_listed_with_who_wins_and_why_the_others_are_not_used() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("libtext.so");
     std::fs::write(&text, "no library").unwrap();
-    let plugin = gloo_plugin();
+    let plugin = plugin("gloo-plugin");
     let list = |arguments: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
             .arg("backends")

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use backend_nccl as _;
-use conformance::{Limit, Mode, run_limited};
+use conformance::{Limit, Mode, Plan};
 use ftcore::{Device, DeviceKind};
 use isolate::{IsolateOptions, IsolatedGroup};
 
@@ -20,8 +20,8 @@ fn main() -> ExitCode {
         ("OXCCL_STANDIN_CUDA_DELAY_US", "150"),
         ("OXCCL_STANDIN_CUDA_DELAY_SHARE", "5"),
     ]);
-    run_limited(
-        &Device::new(DeviceKind::Cuda, 0),
+    let plan = Plan::new(
+        Device::new(DeviceKind::Cuda, 0),
         &[Mode::Threads],
         Arc::new(|device, mut options| {
             // For the cases of ranks that call different things; the rows of worlds run without it.
@@ -32,9 +32,15 @@ fn main() -> ExitCode {
                 ..IsolateOptions::new("nccl", device.clone())
             })?))
         }),
-        Limit::unless_long(
-            3,
-            "larger worlds differ only in the backend, which has a row of its own; OXCCL_LONG=1 runs them",
+    );
+    Plan {
+        // A child for each rank.
+        lasting: true,
+        limit: Limit::unless_long(
+            2,
+            "larger worlds differ only in the backend and in isolation, which have rows of their own; OXCCL_LONG=1 runs them",
         ),
-    )
+        ..plan
+    }
+    .run()
 }

@@ -25,9 +25,6 @@ fn main() -> ExitCode {
         &Device::new(DeviceKind::Cuda, 0),
         &[Mode::Threads, Mode::Processes],
         Arc::new(|device, options| Registry::global().create("gloo", device, &options)),
-        Limit::unless_long(
-            3,
-            "larger worlds differ only in the backend, which has a row of its own; OXCCL_LONG=1 runs them",
-        ),
+        Limit::of_a_wrapper(),
     )
 }

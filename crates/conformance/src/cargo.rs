@@ -1,6 +1,9 @@
 //! Cargo, called by a test.
 
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 /// The cargo that runs this test, as if it were called outside of it.
 ///
@@ -15,4 +18,52 @@ pub fn cargo() -> Command {
         }
     }
     command
+}
+
+/// The dynamic library of a package of this workspace, built as the test that asks for it is, once in a process.
+///
+/// Errors: what cargo says.
+pub fn dylib(package: &str) -> Result<PathBuf, String> {
+    static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
+    // Held meanwhile: two would only wait for cargo's lock.
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(file) = built.get(package) {
+        return Ok(file.clone());
+    }
+    let file = build_dylib(package)?;
+    built.insert(package.to_owned(), file.clone());
+    Ok(file)
+}
+
+fn build_dylib(package: &str) -> Result<PathBuf, String> {
+    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+    // Alone a package has fewer features, with which all that it depends on would be built once more. The matrix has built the whole workspace, with
+    // the features of its tests, which those of an example are as well.
+    let select: &[&str] = match std::env::var_os("OXCCL_XTASK_RUN") {
+        Some(_) => &["--workspace", "--lib", "--example", "all_reduce"],
+        None => &["--package", package, "--lib"],
+    };
+    let output = cargo()
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."))
+        .args([
+            "build",
+            "--message-format=json-render-diagnostics",
+            "--profile",
+            profile,
+        ])
+        .args(select)
+        .output()
+        .map_err(|e| format!("cargo cannot be started: {e}"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{package} does not build ({}):\n{said}", output.status));
+    }
+    let file = format!("/lib{}.so", package.replace('-', "_"));
+    let said = String::from_utf8_lossy(&output.stdout);
+    let files = said.lines().filter(|line| line.contains("\"cdylib\""));
+    files
+        .flat_map(|line| line.split('"'))
+        .rfind(|part| part.ends_with(&file))
+        .map(PathBuf::from)
+        .ok_or_else(|| format!("cargo built no {file}:\n{said}"))
 }

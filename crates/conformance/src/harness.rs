@@ -19,7 +19,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 use crate::credentials::{credentials, forget};
 use crate::lasting::{self, Place, side_by_side};
 use crate::report::Verdict;
-use crate::{Case, Failure, Outcome, Rank, Worlds, case, cases, cases_at, living};
+use crate::{Case, Failure, Outcome, Rank, Worlds, case, cases_at, living};
 
 const CASE: &str = "OXCCL_CONFORMANCE_CASE";
 const RANK: &str = "OXCCL_CONFORMANCE_RANK";
@@ -346,11 +346,6 @@ fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
     case.run(&rank)
 }
 
-/// The trials of one harness: every case, ignored with its reason where it does not apply.
-pub fn suite(harness: Arc<dyn Harness>) -> Vec<Trial> {
-    suite_of(cases(), harness, Limit::NONE)
-}
-
 /// How many ranks can run here at most, and why not more.
 #[derive(Debug, Clone, Copy)]
 pub struct Limit {
@@ -374,37 +369,62 @@ impl Limit {
             None => Self { ranks, why },
         }
     }
+
+    /// Of a group over another one: up to three ranks, and more with `OXCCL_LONG`.
+    pub fn of_a_wrapper() -> Self {
+        Self::unless_long(
+            3,
+            "larger worlds differ only in the backend, which has a row of its own; OXCCL_LONG=1 runs them",
+        )
+    }
+
+    /// Of the cases that only look at data, in a mode after the first: two ranks, and more with `OXCCL_LONG`.
+    fn of_data_again() -> Self {
+        Self::unless_long(
+            2,
+            "the data of more ranks are looked at in the first mode; OXCCL_LONG=1 looks at them in this one, too",
+        )
+    }
+
+    fn min(self, other: Self) -> Self {
+        if other.ranks < self.ranks { other } else { self }
+    }
 }
 
-fn suite_of(cases: Vec<Case>, harness: Arc<dyn Harness>, limit: Limit) -> Vec<Trial> {
-    let pairs = cases.into_iter().map(|case| (harness.clone(), case));
-    trials(pairs.collect(), limit)
+/// A case, and where it runs.
+pub(crate) struct Placed {
+    pub(crate) harness: Arc<dyn Harness>,
+    pub(crate) case: Case,
+    limit: Limit,
 }
 
-fn trials(pairs: Vec<(Arc<dyn Harness>, Case)>, limit: Limit) -> Vec<Trial> {
-    let trial = |(harness, case): (Arc<dyn Harness>, Case)| {
-        let name = format!("{}::{}", harness.name(), case.name);
-        Trial::ignorable_test(name, move || match judge(&*harness, &case, limit) {
+impl Placed {
+    pub(crate) fn name(&self) -> String {
+        format!("{}::{}", self.harness.name(), self.case.name)
+    }
+
+    /// Runs it where it applies.
+    pub(crate) fn judge(&self) -> Verdict {
+        let Self { harness, case, limit } = self;
+        if case.world > limit.ranks {
+            let reason = format!("{} ranks, {} at most: {}", case.world, limit.ranks, limit.why);
+            return Verdict::NotOffered(reason);
+        }
+        if let Some(reason) = case.unmet(harness.capabilities(), harness.real_processes()) {
+            return Verdict::NotOffered(reason);
+        }
+        match harness.run(case) {
+            Ok(()) => Verdict::Passed,
+            Err(failure) => Verdict::Failed(failure),
+        }
+    }
+
+    fn trial(self) -> Trial {
+        Trial::ignorable_test(self.name(), move || match self.judge() {
             Verdict::Passed => Ok(Completion::Completed),
             Verdict::Failed(failure) => Err(failure.into()),
             Verdict::NotOffered(reason) => Ok(Completion::ignored_with(reason)),
         })
-    };
-    pairs.into_iter().map(trial).collect()
-}
-
-/// Runs one case where it applies.
-pub(crate) fn judge(harness: &dyn Harness, case: &Case, limit: Limit) -> Verdict {
-    if case.world > limit.ranks {
-        let reason = format!("{} ranks, {} at most: {}", case.world, limit.ranks, limit.why);
-        return Verdict::NotOffered(reason);
-    }
-    if let Some(reason) = case.unmet(harness.capabilities(), harness.real_processes()) {
-        return Verdict::NotOffered(reason);
-    }
-    match harness.run(case) {
-        Ok(()) => Verdict::Passed,
-        Err(failure) => Verdict::Failed(failure),
     }
 }
 
@@ -431,7 +451,8 @@ pub fn run_limited(device: &Device, modes: &[Mode], make: MakeOn, limit: Limit) 
 pub struct Plan {
     /// Rank 0's device (see [`device_of`]).
     pub device: Device,
-    /// The suite runs in each.
+    /// The suite runs in each; what an operation makes of the data of more than two ranks is looked at in the first, and with `OXCCL_LONG` in all: a backend
+    /// does the same whether a peer is a thread or a process.
     pub modes: Vec<Mode>,
     /// Makes groups of the backend under test.
     pub make: MakeOn,
@@ -484,9 +505,9 @@ impl Plan {
     }
 
     /// All cases and where they run, in order. Errors: the backend cannot be used here.
-    pub(crate) fn laid_out(&self) -> Result<Vec<(Arc<dyn Harness>, Case)>> {
+    pub(crate) fn laid_out(&self) -> Result<Vec<Placed>> {
         let parts = [(Worlds::Small, self.lasting), (Worlds::Large, true)];
-        let mut pairs = Vec::new();
+        let mut placed = Vec::new();
         for (worlds, lasting) in parts.into_iter().take(1 + usize::from(self.large)) {
             let mut cases = cases_at(worlds);
             if lasting {
@@ -500,12 +521,24 @@ impl Plan {
                     (!case.shares, world)
                 });
             }
-            for mode in &self.modes {
+            for (i, mode) in self.modes.iter().enumerate() {
                 let harness = self.harness(*mode, lasting)?;
-                pairs.extend(cases.iter().map(|case| (harness.clone(), case.clone())));
+                placed.extend(cases.iter().map(|case| Placed {
+                    harness: harness.clone(),
+                    case: case.clone(),
+                    limit: match case.shares && i > 0 {
+                        true => self.limit.min(Limit::of_data_again()),
+                        false => self.limit,
+                    },
+                }));
             }
         }
-        Ok(pairs)
+        Ok(placed)
+    }
+
+    /// The trials of every case, ignored with its reason where it does not apply. Errors: the backend cannot be used here.
+    pub fn trials(&self) -> Result<Vec<Trial>> {
+        Ok(self.laid_out()?.into_iter().map(Placed::trial).collect())
     }
 
     /// The whole test binary. First thing in `main`: process ranks begin here.
@@ -520,14 +553,14 @@ impl Plan {
         }
         let mut arguments = Arguments::from_args();
         arguments.test_threads = arguments.test_threads.or(self.at_once);
-        let pairs = match self.laid_out() {
-            Ok(pairs) => pairs,
+        let trials = match self.trials() {
+            Ok(trials) => trials,
             Err(error) => {
                 eprintln!("the backend cannot be used here: {error}");
                 return ExitCode::FAILURE;
             }
         };
-        let code = libtest_mimic::run(&arguments, trials(pairs, self.limit)).exit_code();
+        let code = libtest_mimic::run(&arguments, trials).exit_code();
         forget();
         code
     }

@@ -1,6 +1,6 @@
 //! One behaviour suite that every oxccl process group must pass, against a scalar oracle.
 //!
-//! A [`Harness`] can make N ranks (threads, processes) of one backend; [`suite`] turns every [`Case`] that the backend's
+//! A [`Harness`] can make N ranks (threads, processes) of one backend; a [`Plan`] turns every [`Case`] that the backend's
 //! capabilities call for into a `libtest_mimic::Trial`. What is advertised must work, what is not must be `Unsupported`
 //! at once; a case that does not apply is reported as ignored, with the reason, never as passed.
 //!
@@ -48,12 +48,11 @@ mod report;
 mod staged;
 mod streams;
 
-pub use cargo::cargo;
+pub use cargo::{cargo, dylib};
 pub use case::{Case, Needs, Rank, Worlds, cases, cases_at};
 pub use failure::{Failure, Outcome};
 pub use harness::{
     Harness, Limit, MakeGroup, MakeOn, Mode, Plan, Processes, Threads, device_of, run, run_limited, run_on,
-    suite,
 };
 pub use report::{Tried, Verdict};
 

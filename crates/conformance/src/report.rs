@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::credentials::forget;
-use crate::harness::judge;
 use crate::{Failure, Plan};
 
 /// What came of a case.
@@ -45,29 +44,29 @@ impl Plan {
     ///
     /// Errors: the backend cannot be used here; `InvalidArgument` if no case has that name.
     pub fn tried(&self, part: &str, mut ended: impl FnMut(&Tried, usize)) -> Result<Vec<Tried>> {
-        let mut pairs = self.laid_out()?;
-        pairs.retain(|(harness, case)| format!("{}::{}", harness.name(), case.name).contains(part));
-        if pairs.is_empty() {
+        let mut placed = self.laid_out()?;
+        placed.retain(|placed| placed.name().contains(part));
+        if placed.is_empty() {
             return Err(Error::invalid(format!("no case has '{part}' in its name")));
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let at_once = self.at_once.unwrap_or(cores).clamp(1, pairs.len());
+        let at_once = self.at_once.unwrap_or(cores).clamp(1, placed.len());
         let next = AtomicUsize::new(0);
         let (tell, told) = channel();
-        let mut tried: Vec<Option<Tried>> = vec![None; pairs.len()];
+        let mut tried: Vec<Option<Tried>> = vec![None; placed.len()];
         std::thread::scope(|scope| {
             for _ in 0..at_once {
-                let (tell, next, pairs) = (tell.clone(), &next, &pairs);
+                let (tell, next, placed) = (tell.clone(), &next, &placed);
                 scope.spawn(move || {
                     loop {
                         let at = next.fetch_add(1, Ordering::Relaxed);
-                        let Some((harness, case)) = pairs.get(at) else {
+                        let Some(placed) = placed.get(at) else {
                             break;
                         };
                         let began = Instant::now();
-                        let verdict = judge(&**harness, case, self.limit);
+                        let verdict = placed.judge();
                         let one = Tried {
-                            name: format!("{}::{}", harness.name(), case.name),
+                            name: placed.name(),
                             verdict,
                             took: began.elapsed(),
                         };
@@ -78,7 +77,7 @@ impl Plan {
             }
             drop(tell);
             for (at, one) in told {
-                ended(&one, pairs.len());
+                ended(&one, placed.len());
                 if let Some(place) = tried.get_mut(at) {
                     *place = Some(one);
                 }

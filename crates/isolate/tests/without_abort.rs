@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use backend_gloo::{GlooFactory, GlooGroup};
-use conformance::{Mode, run};
+use conformance::{Limit, Mode, Plan};
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Device, Error, ErrorKind, Failed, Feature, GroupInfo,
@@ -102,10 +102,21 @@ ftcore::inventory::submit! {
 
 fn main() -> ExitCode {
     oxccl_isolate::run_child_if_asked();
-    run(&[Mode::Threads, Mode::Processes], |options| {
-        Ok(Box::new(IsolatedGroup::new(IsolateOptions {
-            options,
-            ..IsolateOptions::new("mute", Device::CPU)
-        })?))
-    })
+    let plan = Plan::new(
+        Device::CPU,
+        &[Mode::Threads, Mode::Processes],
+        Arc::new(|_, options| {
+            Ok(Box::new(IsolatedGroup::new(IsolateOptions {
+                options,
+                ..IsolateOptions::new("mute", Device::CPU)
+            })?))
+        }),
+    );
+    Plan {
+        // A child for each rank.
+        lasting: true,
+        limit: Limit::of_a_wrapper(),
+        ..plan
+    }
+    .run()
 }

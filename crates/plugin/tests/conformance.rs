@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use backend_gloo::GlooFactory;
-use conformance::{Harness, MakeOn, Processes, Threads, cases, suite};
+use conformance::{Harness, Limit, MakeOn, Mode, Plan, Threads, cases};
 use ftcore::registry::{Backend, BackendFactory, OnConflict};
 use ftcore::{
     Collective, Configuration, DType, Device, Epoch, Error, GroupOptions, InMemoryStore, OpKind,
@@ -39,7 +39,7 @@ fn dylib() -> Result<&'static Backend> {
     let loaded = BACKEND.get_or_init(|| {
         let loaded = match std::env::var_os(LIBRARY) {
             Some(path) => oxccl_plugin::open_trusted(&PathBuf::from(path))?,
-            None => oxccl_plugin::load(&build::rust_plugin("gloo-plugin").map_err(Error::invalid)?)?,
+            None => oxccl_plugin::load(&conformance::dylib("gloo-plugin").map_err(Error::invalid)?)?,
         };
         let backend = loaded.backends().into_iter().find(|b| b.name == "gloo");
         backend.ok_or_else(|| Error::invalid("the plugin has no gloo"))
@@ -63,7 +63,7 @@ fn refusal(options: GroupOptions) -> String {
 
 /// The gloo on the other side refuses values that it cannot use, so that it must have seen them: a typed option and a hint.
 fn options_cross() -> std::result::Result<(), String> {
-    let library = build::rust_plugin("gloo-plugin")?;
+    let library = conformance::dylib("gloo-plugin")?;
     let cases = [
         ("netName", "OXCCL_GLOO_NET_NAME", "eth77", "'eth77'"),
         (
@@ -159,16 +159,16 @@ fn main() -> ExitCode {
 
 /// Builds gloo as a dylib, tries it, and tells the ranks where it is.
 fn gloo() -> std::result::Result<Vec<Trial>, String> {
-    let path = build::rust_plugin("gloo-plugin")?;
+    let path = conformance::dylib("gloo-plugin")?;
     oxccl_plugin::load(&path).map_err(|e| e.to_string())?;
     // SAFETY: the only thread so far; the ranks inherit it.
     unsafe { std::env::set_var(LIBRARY, &path) };
-    let on: MakeOn = Arc::new(|_, options| make(options));
-    let threads = Threads::new(Device::CPU, on.clone()).map_err(|e| e.to_string())?;
-    let processes = Processes::new(&Device::CPU, &on).map_err(|e| e.to_string())?;
-    let mut trials = suite(Arc::new(threads));
-    trials.extend(suite(Arc::new(processes)));
-    Ok(trials)
+    let make = Arc::new(|_: &Device, options| make(options));
+    let plan = Plan {
+        limit: Limit::of_a_wrapper(),
+        ..Plan::new(Device::CPU, &[Mode::Threads, Mode::Processes], make)
+    };
+    plan.trials().map_err(|e| e.to_string())
 }
 
 /// Numbers without a pattern, with every kind of special value now and then.

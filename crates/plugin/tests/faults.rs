@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         println!("{}", load_from_a_library(Path::new(&path)));
         return ExitCode::SUCCESS;
     }
-    let library = match build::rust_plugin("odd-plugin") {
+    let library = match conformance::dylib("odd-plugin") {
         Ok(library) => library,
         Err(why) => {
             eprintln!("{why}");

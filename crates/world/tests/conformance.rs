@@ -21,9 +21,6 @@ fn main() -> ExitCode {
             };
             made.group("conformance")
         }),
-        Limit::unless_long(
-            3,
-            "larger worlds differ only in the backend, which has rows of its own; OXCCL_LONG=1 runs them",
-        ),
+        Limit::of_a_wrapper(),
     )
 }

@@ -7,7 +7,7 @@
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 
-use conformance::{MakeOn, Mode};
+use conformance::{Limit, MakeOn, Mode, Plan};
 use oxccl_hccl::ftcore::registry::{BackendFactory, OnConflict, Registry};
 use oxccl_hccl::ftcore::{Device, DeviceKind, Result, register_accelerator};
 use oxccl_hccl::{HcclFactory, HpuAccelerator};
@@ -18,13 +18,26 @@ mod folder;
 const AS: &str = "OXCCL_TEST_HCCL_AS";
 
 fn main() -> ExitCode {
-    let make = match std::env::var(AS).as_deref() {
-        Ok("linked") => linked(),
-        Ok("dylib") => dylib(),
+    let (make, limit) = match std::env::var(AS).as_deref() {
+        Ok("linked") => (linked(), Limit::NONE),
+        Ok("dylib") => {
+            let why =
+                "larger worlds differ only in the backend, which is linked for them; OXCCL_LONG=1 runs them";
+            (dylib(), Limit::unless_long(2, why))
+        }
         _ => return each_way(),
     };
     match make {
-        Ok(make) => conformance::run_on(&Device::new(DeviceKind::Hpu, 0), &[Mode::Processes], make),
+        Ok(make) => {
+            let plan = Plan::new(Device::new(DeviceKind::Hpu, 0), &[Mode::Processes], make);
+            let lasting = true;
+            Plan {
+                lasting,
+                limit,
+                ..plan
+            }
+            .run()
+        }
         Err(error) => {
             eprintln!("{error}");
             ExitCode::FAILURE

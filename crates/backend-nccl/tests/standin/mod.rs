@@ -22,30 +22,7 @@ const MARK: &str = "OXCCL_STANDIN_READY";
 
 /// The stand-in's file, built if it is not up to date.
 pub(crate) fn library() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    // The matrix has built what the stand-in stands on with the workspace's features: others would be built once more.
-    let select: &[&str] = if std::env::var_os("OXCCL_XTASK_RUN").is_some() {
-        &["--workspace", "--lib"]
-    } else {
-        &["-p", "nccl-standin"]
-    };
-    let output = conformance::cargo()
-        .current_dir(&root)
-        .args(["build", "--quiet", "--message-format=json-render-diagnostics"])
-        .args(select)
-        .output()
-        .expect("cargo can be started");
-    assert!(
-        output.status.success(),
-        "the stand-in does not build:\n{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let messages = String::from_utf8_lossy(&output.stdout);
-    messages
-        .split('"')
-        .find(|part| part.ends_with("libnccl_standin.so"))
-        .map(PathBuf::from)
-        .unwrap_or_else(|| panic!("cargo does not say where the stand-in is:\n{messages}"))
+    conformance::dylib("nccl-standin").unwrap_or_else(|why| panic!("{why}"))
 }
 
 /// This program again, with the stand-in in the place of NCCL and the driver, and `more` variables.

@@ -235,7 +235,7 @@ impl Driver for StagedDriver {
 
     fn waits_for(&self, _: &Label, stage: Stage) -> String {
         match stage {
-            Stage::Queued => "behind an earlier one whose inputs are not ready",
+            Stage::Queued => "not begun, behind an earlier one whose inputs are not ready, or for want of time on this host",
             Stage::Entering => "waiting for its inputs, or for copies of them",
             Stage::Running => "with the group on the host, or its results are being copied",
             Stage::Finished => "done, but an earlier one is not",

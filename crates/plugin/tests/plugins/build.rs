@@ -109,33 +109,21 @@ fn compile(name: &str, source: &Path, include: &Path, defines: &[&str]) -> Resul
 }
 
 /// The profile of this very test.
-fn profile() -> &'static str {
-    if cfg!(debug_assertions) { "dev" } else { "release" }
-}
-
-/// Runs cargo in `folder` and gives the dynamic library that it names, the one whose path ends with `end`.
-pub(crate) fn cargo(folder: &Path, arguments: &[&str], end: &str) -> Result<PathBuf, String> {
-    let text = cargo_says(folder, &["build"], arguments)?;
-    let library = text
-        .lines()
-        .filter(|l| l.contains("\"compiler-artifact\"") && l.contains("\"cdylib\""))
-        .flat_map(|l| l.split('"'))
-        .rfind(|part| part.ends_with(end));
-    library
-        .map(PathBuf::from)
-        .ok_or_else(|| format!("cargo built no library:\n{text}"))
-}
-
 /// The training program. It is built by way of its own tests, selected out of the whole workspace: with the features that the whole
 /// workspace's tests have, so that after them nothing is built again.
 pub(crate) fn train_diloco() -> Result<PathBuf, String> {
-    let select = ["test", "--no-run", "--workspace", "--test", "programs"];
     let optimised: &[&str] = if cfg!(debug_assertions) {
         &[]
     } else {
         &["--release"]
     };
-    let text = cargo_says(root(), &select, optimised)?;
+    let output = conformance::cargo()
+        .current_dir(root())
+        .args(["test", "--no-run", "--workspace", "--test", "programs"])
+        .arg("--message-format=json-render-diagnostics")
+        .args(optimised)
+        .output();
+    let text = String::from_utf8_lossy(&told("cargo test --no-run", output)?.stdout).into_owned();
     let file = text
         .lines()
         .filter(|l| l.contains("\"name\":\"train_diloco\""))
@@ -143,35 +131,4 @@ pub(crate) fn train_diloco() -> Result<PathBuf, String> {
         .next_back();
     file.map(PathBuf::from)
         .ok_or_else(|| format!("cargo built no program:\n{text}"))
-}
-
-/// Runs cargo in `folder`; what it says of its artefacts.
-fn cargo_says(folder: &Path, command: &[&str], arguments: &[&str]) -> Result<String, String> {
-    // One at a time: they would only wait for each other's lock.
-    static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let output = conformance::cargo()
-        .current_dir(folder)
-        .args(command)
-        .arg("--message-format=json")
-        .args(arguments)
-        .output();
-    let what = format!("cargo {} {}", command.join(" "), arguments.join(" "));
-    let output = told(&what, output)?;
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
-/// A fixture of this workspace, built once per run.
-pub(crate) fn rust_plugin(package: &str) -> Result<PathBuf, String> {
-    static BUILT: Built = Mutex::new(BTreeMap::new());
-    once(&BUILT, package, || {
-        let file = format!("/lib{}.so", package.replace('-', "_"));
-        let mut arguments = vec!["--lib", "--profile", profile()];
-        // Alone its dependencies have fewer features and would all be built once more: under xtask the whole workspace is built.
-        match std::env::var_os("OXCCL_XTASK_RUN") {
-            Some(_) => arguments.push("--workspace"),
-            None => arguments.extend(["--package", package]),
-        }
-        cargo(root(), &arguments, &file)
-    })
 }

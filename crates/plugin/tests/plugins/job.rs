@@ -89,7 +89,7 @@ fn all_fixtures(folder: &Path) -> Outcome<Vec<PathBuf>> {
     std::fs::copy(&good, &copy).map_err(text)?;
     std::os::unix::fs::symlink(&good, &link).map_err(text)?;
     all.extend([good, copy, link]);
-    all.extend([odd::library()?, build::rust_plugin("gloo-plugin")?]);
+    all.extend([odd::library()?, conformance::dylib("gloo-plugin")?]);
     Ok(all)
 }
 

@@ -13,7 +13,7 @@ use libtest_mimic::Trial;
 use oxccl_plugin::{Loaded, load};
 
 use crate::ranks::{backend, configuration, soon, with_ranks};
-use crate::{Outcome, build, ensure, text, trial};
+use crate::{Outcome, ensure, text, trial};
 
 static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
@@ -47,7 +47,7 @@ pub(crate) fn logged(words: &[&str]) -> bool {
 }
 
 pub(crate) fn library() -> Outcome<PathBuf> {
-    build::rust_plugin("odd-plugin")
+    conformance::dylib("odd-plugin")
 }
 
 fn odd() -> Outcome<Loaded> {

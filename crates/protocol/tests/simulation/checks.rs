@@ -179,7 +179,11 @@ impl Checks {
         if *self.computed.entry(key).or_insert(computes) == computes {
             return Ok(());
         }
-        let (does, do_so) = if computes { ("computes", "do not") } else { ("does not compute", "do") };
+        let (does, do_so) = if computes {
+            ("computes", "do not")
+        } else {
+            ("does not compute", "do")
+        };
         Err(format!(
             "{who:?} {does} in attempt {attempt} at step {step} of epoch {epoch}, other ranks of its replica {do_so}"
         ))
