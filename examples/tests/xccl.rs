@@ -17,6 +17,7 @@ const ROWS: &[Row] = &[
         arguments: "--rounds 200 --sync-every 8 --d-model 32 --layers 2 --seq 32 --batch 2 --kill 1@60 --backend xccl",
         killed_at: 60,
         log: "runs in a child process",
+        is_long: false,
     },
     Row {
         name: "train_ddp::survives_a_kill_and_ends_equal",
@@ -24,6 +25,7 @@ const ROWS: &[Row] = &[
         arguments: "--replicas 2 --kill 1@300 --backend xccl",
         killed_at: 300,
         log: "runs in a child process",
+        is_long: false,
     },
 ];
 

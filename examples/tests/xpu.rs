@@ -19,6 +19,7 @@ const ROWS: &[Row] = &[
         arguments: "--replicas 2 --steps 2000 --kill 1@100 --device xpu",
         killed_at: 100,
         log: "gradients are reduced on this device",
+        is_long: false,
     },
     Row {
         name: "train_diloco::survives_a_kill_on_xpu_and_ends_equal",
@@ -26,6 +27,7 @@ const ROWS: &[Row] = &[
         arguments: "--rounds 1200 --sync-every 8 --d-model 32 --layers 2 --seq 32 --batch 2 --kill 1@40 --device xpu --quantize int8",
         killed_at: 40,
         log: "gradients are reduced on this device",
+        is_long: true,
     },
 ];
 

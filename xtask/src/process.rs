@@ -19,7 +19,7 @@ use anyhow::{Context, Result, anyhow};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MARK: &str = "OXCCL_XTASK_RUN";
-/// How often a caller hears that a long child still runs, where somebody looks on.
+/// How often a caller hears that a long child still runs, on a terminal.
 const BEAT: Duration = Duration::from_secs(30);
 /// And where the output is kept: often enough that no run is taken for a stuck one, and rarely enough that what failed is not lost among it.
 const BEAT_IN_A_LOG: Duration = Duration::from_secs(5 * 60);

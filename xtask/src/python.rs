@@ -230,7 +230,16 @@ pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)
     ];
     let mut pytest = python(
         &installed,
-        &["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rfs"],
+        &[
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--color=no",
+            "-rfs",
+            // Where the row's minutes go; the log has it.
+            "--durations=20",
+        ],
     );
     for (name, prepared) in [(NO_TORCH, &torch), (NO_JAX, &jax)] {
         if let Err(error) = prepared {

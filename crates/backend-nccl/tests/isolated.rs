@@ -36,10 +36,7 @@ fn main() -> ExitCode {
     Plan {
         // A child for each rank.
         lasting: true,
-        limit: Limit::unless_long(
-            2,
-            "larger worlds differ only in the backend and in isolation, which have rows of their own; OXCCL_LONG=1 runs them",
-        ),
+        limit: Limit::of_an_isolated_vendor(),
         ..plan
     }
     .run()

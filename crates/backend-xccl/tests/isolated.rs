@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use backend_xccl::XcclFactory;
-use conformance::{Mode, Plan};
+use conformance::{Limit, Mode, Plan};
 use ftcore::Device;
 use ftcore::registry::BackendFactory;
 use isolate::{IsolateOptions, IsolatedGroup};
@@ -37,6 +37,7 @@ fn main() -> ExitCode {
     );
     Plan {
         lasting: true,
+        limit: Limit::of_an_isolated_vendor(),
         // A start of oneCCL is mostly sleep.
         at_once: Some(3),
         ..plan

@@ -378,6 +378,14 @@ impl Limit {
         )
     }
 
+    /// Of an isolated group over a backend of a vendor, whose ranks are dear to start: up to two ranks, and more with `OXCCL_LONG`.
+    pub fn of_an_isolated_vendor() -> Self {
+        Self::unless_long(
+            2,
+            "larger worlds differ only in the backend and in isolation, which have rows of their own; OXCCL_LONG=1 runs them",
+        )
+    }
+
     /// Of the cases that only look at data, in a mode after the first: two ranks, and more with `OXCCL_LONG`.
     fn of_data_again() -> Self {
         Self::unless_long(

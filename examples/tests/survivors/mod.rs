@@ -22,6 +22,8 @@ pub(crate) struct Row {
     pub(crate) killed_at: i64,
     /// What every replica's log must say, so that it is not gloo in disguise.
     pub(crate) log: &'static str,
+    /// Runs with `OXCCL_LONG` only.
+    pub(crate) is_long: bool,
 }
 
 /// Runs the rows if oneCCL can be used on `device`; otherwise they are ignored with the reason.
@@ -29,8 +31,10 @@ pub(crate) fn run(device: &Device, rows: &'static [Row]) -> ExitCode {
     oxccl::backend::init();
     let usable = oxccl::backend::find(Some("xccl"), device).and_then(|b| b.factory.probe());
     let reason = usable.err().map(|e| e.to_string());
+    let long = std::env::var_os("OXCCL_LONG").is_some();
     let trials = rows.iter().map(|row| {
-        let reason = reason.clone();
+        let left_out = || (row.is_long && !long).then(|| "takes long: OXCCL_LONG=1 runs it".to_owned());
+        let reason = reason.clone().or_else(left_out);
         Trial::ignorable_test(row.name, move || {
             if let Some(reason) = reason {
                 return Ok(Completion::ignored_with(reason));
