@@ -555,12 +555,11 @@ fn excerpt(text: &str) -> Vec<&str> {
     for line in text.lines() {
         is_inside |= line == "failures:";
         // The way to a failed assertion is libtest's; the log has it.
-        is_trace |= line == "stack backtrace:";
+        is_trace = (is_trace && !line.is_empty()) || line == "stack backtrace:";
         if is_inside && !is_trace {
             lines.push(line);
         }
         is_inside &= !line.starts_with("test result: ");
-        is_trace &= !line.is_empty();
     }
     if lines.is_empty() {
         lines = text.lines().collect();

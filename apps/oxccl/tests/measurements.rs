@@ -134,16 +134,43 @@ fn the_ranks_of_a_quantised_all_reduce_run() {
     assert!(first.contains("int8"), "{first}");
 }
 
-/// `cargo xtask chaos`, for seconds: undisturbed, disturbed, undisturbed. So short a run says nothing of a rate, so none is asked for.
+/// The other programs that the documents measure with: what cargo's `run` is given, and a part of what is printed. Short: nothing is asked of a rate.
+const PROGRAMS: &[(&str, &str)] = &[
+    (
+        "-p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0",
+        "undisturbed",
+    ),
+    (
+        concat!(
+            "-p xtask -- bench-peers --rounds 1 --sizes 4 --ranks 2 --only mpich --oxccl ",
+            env!("CARGO_BIN_EXE_oxccl")
+        ),
+        "MPICH",
+    ),
+    (
+        "-p xtask -- bench-lighthouse --replicas 8 --steps 2 --rounds 1",
+        "| 8 |",
+    ),
+    (
+        "-p xtask -- faults --only batches --seeds 0..300 --network-seeds 0..3",
+        "| without the cure |",
+    ),
+    (
+        "--bin compare_diloco -- --steps 64 --seeds 1 --formats int8 --sync-every 16 -- --d-model 32 --layers 1 --seq 16 --batch 2",
+        "DiLoCo int8",
+    ),
+];
+
 #[test]
-fn a_campaign_of_deaths_runs() {
-    let arguments =
-        "run --quiet -p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0";
-    let output = conformance::cargo()
-        .current_dir(root())
-        .args(arguments.split(' '))
-        .output()
-        .unwrap();
-    let said = said("chaos", &output);
-    assert!(said.contains("undisturbed"), "{said}");
+fn the_other_measurements_run() {
+    for (arguments, part) in PROGRAMS {
+        let output = conformance::cargo()
+            .current_dir(root())
+            .args(["run", "--quiet"])
+            .args(arguments.split(' '))
+            .output()
+            .unwrap();
+        let said = said(arguments, &output);
+        assert!(said.contains(part), "{arguments}: no '{part}' in:\n{said}");
+    }
 }

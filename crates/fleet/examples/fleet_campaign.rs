@@ -35,11 +35,16 @@ const NAMES: [(&str, f64); 15] = [
 fn main() {
     let mut given: BTreeMap<&str, f64> = NAMES.into();
     for argument in std::env::args().skip(1) {
-        let (name, value) = argument.split_once('=').expect("NAME=VALUE");
-        let value = value.parse().unwrap_or_else(|e| panic!("{argument}: {e}"));
-        *given
-            .get_mut(name)
-            .unwrap_or_else(|| panic!("{name}: one of {NAMES:?}")) = value;
+        let parsed = argument.split_once('=').and_then(|(name, value)| {
+            let place = given.get_mut(name)?;
+            *place = value.parse().ok()?;
+            Some(())
+        });
+        if parsed.is_none() {
+            let names = NAMES.map(|(name, _)| name).join(", ");
+            eprintln!("fleet_campaign: '{argument}' is no NAME=VALUE with a number and one of the names {names}");
+            std::process::exit(2);
+        }
     }
     let seconds = |name: &str| Seconds::new(given[name]).unwrap();
     let method = match given["h"] as u64 {

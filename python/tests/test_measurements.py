@@ -1,0 +1,41 @@
+"""The measurements that the documents name run: each once, small, so that their figures mean nothing here. They take minutes: ``OXCCL_LONG=1``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+BENCH = ROOT / "python" / "bench"
+
+RUN = {
+    "against_gloo.py": ("1", "all_reduce"),
+    "campaign.py": ("1", "as it should"),
+    "ddp.py": ("1 2 8", "oxccl"),
+    "kills.py": ("2 0.02", "2 kills"),
+    "layers.py": ("", "our Rust"),
+}
+"""What each is given, and a part of what it prints."""
+ELSEWHERE = {"against_rust.py": "needs a Rust program that is built beside it: started by hand"}
+
+
+def test_every_measurement_of_the_documents_is_run_here() -> None:
+    named = {name for path in (ROOT / "docs").rglob("*.md") for name in re.findall(r"bench/(\w+\.py)", path.read_text(encoding="utf-8"))}
+    assert named >= {"against_gloo.py", "kills.py"}
+    assert named == {*RUN, *ELSEWHERE}
+
+
+@pytest.mark.skipif("OXCCL_LONG" not in os.environ, reason="takes minutes: OXCCL_LONG=1 runs it")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"))
+@pytest.mark.parametrize("name", RUN)
+def test_measurement(name: str) -> None:
+    arguments, part = RUN[name]
+    done = subprocess.run([sys.executable, str(BENCH / name), *arguments.split()], capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and part in said, said
