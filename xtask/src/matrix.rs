@@ -14,6 +14,15 @@ use crate::metadata::{Metadata, Target};
 
 /// All rows, in the order in which they run; those that run alone after the others.
 pub(crate) const ROWS: &[Row] = &[
+    // First what takes longest, or a row would run alone at the end.
+    row(
+        "python",
+        Some("python"),
+        "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes, torch and torchft",
+        python,
+        Run::Python,
+        minutes(25),
+    ),
     row(
         "integration",
         None,
@@ -496,14 +505,6 @@ pub(crate) const ROWS: &[Row] = &[
         observability,
         suite("observability-conformance", ""),
         minutes(3),
-    ),
-    row(
-        "python",
-        Some("python"),
-        "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes, torch and torchft",
-        python,
-        Run::Python,
-        minutes(25),
     ),
     long(row(
         "burn",
