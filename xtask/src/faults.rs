@@ -114,7 +114,7 @@ const FAULTS: &[Fault] = &[
     ("a connection that answers no ping stays", Network, &[("serve/activity.rs", "Err(why) => return Verdict::Goes(why),", "Err(_) => soon,")]),
     ("a client sends no pings", Network, &[("channel.rs", ".http2_keep_alive_interval(PING_INTERVAL)", "")]),
     ("gloo, ring: a part lands in its neighbour's place", Row("gloo-tcp-threads"), &[("crates/backend-gloo/src/schedule/ring.rs", "into: out(down(rank, k + 1, world)),", "into: out(down(rank, k, world)),")]),
-    ("gloo, all-to-all: the part of the rank that is received from", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/schedule/linear.rs", "from: Span::new(Buffer::In, part(input, to)),", "from: Span::new(Buffer::In, part(input, from)),")]),
+    ("gloo, all-to-all: the part of the rank that is received from", Row("gloo-tcp-threads"), &[("crates/backend-gloo/src/schedule/linear.rs", "from: Span::new(Buffer::In, part(input, to)),", "from: Span::new(Buffer::In, part(input, from)),")]),
     ("gloo, gather: the root's parts are shifted", Row("gloo-shm-processes"), &[("crates/backend-gloo/src/schedule/linear.rs", "into: Span::new(Buffer::Out, part(parts, peer)),", "into: Span::new(Buffer::Out, part(parts, up(peer, 1, world))),")]),
     ("gloo, scatter: the root's parts are shifted", Row("gloo-tcp-processes"), &[("crates/backend-gloo/src/schedule/linear.rs", "from: Span::new(Buffer::In, part(parts, peer)),", "from: Span::new(Buffer::In, part(parts, up(peer, 1, world))),")]),
     ("staged: the third result stays on the host", Row("gloo-staged"), &[("crates/ftcore/src/staged/sides.rs", ".filter(|(_, role)| role.is_written())", ".filter(|(_, role)| role.is_written()).take(2)")]),
