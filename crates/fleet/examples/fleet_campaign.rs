@@ -42,7 +42,9 @@ fn main() {
         });
         if parsed.is_none() {
             let names = NAMES.map(|(name, _)| name).join(", ");
-            eprintln!("fleet_campaign: '{argument}' is no NAME=VALUE with a number and one of the names {names}");
+            eprintln!(
+                "fleet_campaign: '{argument}' is no NAME=VALUE with a number and one of the names {names}"
+            );
             std::process::exit(2);
         }
     }
