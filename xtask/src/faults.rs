@@ -1,6 +1,6 @@
 //! `cargo xtask faults`: takes each cure out of a copy of the sources, and tells which seed of a simulation, or which test, finds the fault again. So
-//! does it with faults of one line in the backends and what stands over them, each for a row of the matrix: what the usual run leaves to `--long` must
-//! not be what found them.
+//! does it with faults of one line in a backend or isolation, each for a row of the matrix: what the usual run leaves to `--long` must not be what found
+//! them.
 //!
 //! The table holds the lines of each cure and what stands there without it. A line that is no longer there, or there twice, is an error: then the table is
 //! to be brought up to date. The copy lies in `target/xtask/faults`; the working tree is not touched.
@@ -117,19 +117,8 @@ const FAULTS: &[Fault] = &[
     ("gloo, all-to-all: the part of the rank that is received from", Row("gloo-tcp-threads"), &[("crates/backend-gloo/src/schedule/linear.rs", "from: Span::new(Buffer::In, part(input, to)),", "from: Span::new(Buffer::In, part(input, from)),")]),
     ("gloo, gather: the root's parts are shifted", Row("gloo-shm-processes"), &[("crates/backend-gloo/src/schedule/linear.rs", "into: Span::new(Buffer::Out, part(parts, peer)),", "into: Span::new(Buffer::Out, part(parts, up(peer, 1, world))),")]),
     ("gloo, scatter: the root's parts are shifted", Row("gloo-tcp-processes"), &[("crates/backend-gloo/src/schedule/linear.rs", "from: Span::new(Buffer::In, part(parts, peer)),", "from: Span::new(Buffer::In, part(parts, up(peer, 1, world))),")]),
-    ("staged: the third result stays on the host", Row("gloo-staged"), &[("crates/ftcore/src/staged/sides.rs", ".filter(|(_, role)| role.is_written())", ".filter(|(_, role)| role.is_written()).take(2)")]),
     ("isolated: whom a message was from is lost", Row("gloo-isolated"), &[("crates/isolate/src/driver.rs", "Ok((source, contributors)) => operation.succeed(source, contributors),", "Ok((_, contributors)) => operation.succeed(None, contributors),")]),
-    ("isolated: how many contributed is lost", Row("gloo-library"), &[("crates/isolate/src/driver.rs", "Ok((source, contributors)) => operation.succeed(source, contributors),", "Ok((source, _)) => operation.succeed(source, 1),")]),
-    ("plugin, host: a root above 1", Row("gloo-plugin"), &[("crates/plugin/src/host/operation.rs", "Collective::Broadcast { root, .. } | Collective::Gather { root, .. } => o.root = *root,", "Collective::Broadcast { root, .. } | Collective::Gather { root, .. } => o.root = *root % 2,")]),
-    ("plugin, guest: how many contributed is lost", Row("gloo-plugin"), &[("crates/plugin/src/guest/group.rs", "outcome.contributors = ended.contributors;", "outcome.contributors = 1;")]),
-    ("nccl: a broadcast's root is 0", Row("nccl-standin"), &[("crates/backend-nccl/src/enqueue/movement.rs", "calls.broadcast(*s, *s, s.bytes(), dtype::UINT8, *root, self.stream)", "calls.broadcast(*s, *s, s.bytes(), dtype::UINT8, 0, self.stream)")]),
-    ("nccl: a rank's own part begins elsewhere", Row("nccl-isolated-standin"), &[("crates/backend-nccl/src/enqueue/movement.rs", "let own = whole.part(rank * bytes, bytes);", "let own = whole.part(0, bytes);")]),
-    ("xccl: a broadcast's root is 0", Row("xccl-isolated"), &[("crates/backend-xccl/src/ops.rs", "link.broadcast(lent.bytes_mut(i), dtype, *root)?;", "link.broadcast(lent.bytes_mut(i), dtype, 0)?;")]),
-    ("xccl: a gather's parts are in reverse", Row("xccl"), &[("crates/backend-xccl/src/ops.rs", "lent.bytes_mut(1 + i).copy_from_slice(part);", "lent.bytes_mut(world - i).copy_from_slice(part);")]),
-    ("hccl: a broadcast's root is 0", Row("hccl-standin"), &[("plugins/hccl/src/issue.rs", "hccl.broadcast(to, span(t), *root)?;", "hccl.broadcast(to, span(t), 0)?;")]),
-    ("a split's ranks are not in the order of their keys", Row("world-gloo-split"), &[("crates/ftcore/src/lifecycle.rs", "members.sort_unstable();", "members.reverse();")]),
     ("gloo: an abort is not told as one", Row("gloo-mixed"), &[("crates/backend-gloo/src/queue.rs", "self.stop(Stop::Abort(error));", "self.stop(Stop::Leave(error.to_string()));")]),
-    ("by device: a failure of a member is not heard", Row("gloo-by-device"), &[("crates/world/src/by_device.rs", "let found = self.members.iter().find_map(|m| m.group.error())?;", "let found = None::<Error>?;")]),
 ];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
