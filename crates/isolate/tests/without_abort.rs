@@ -3,18 +3,18 @@
 //!
 //! A stand-in for such a library; the real ones have rows of their own.
 
+mod suite;
+
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
 use backend_gloo::{GlooFactory, GlooGroup};
-use conformance::{Limit, Mode, Plan};
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Device, Error, ErrorKind, Failed, Feature, GroupInfo,
     GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
 };
-use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 
 struct Mute {
     gloo: GlooGroup,
@@ -101,22 +101,5 @@ ftcore::inventory::submit! {
 }
 
 fn main() -> ExitCode {
-    oxccl_isolate::run_child_if_asked();
-    let plan = Plan::new(
-        Device::CPU,
-        &[Mode::Threads, Mode::Processes],
-        Arc::new(|_, options| {
-            Ok(Box::new(IsolatedGroup::new(IsolateOptions {
-                options,
-                ..IsolateOptions::new("mute", Device::CPU)
-            })?))
-        }),
-    );
-    Plan {
-        // A child for each rank.
-        lasting: true,
-        limit: Limit::of_a_wrapper(),
-        ..plan
-    }
-    .run()
+    suite::run("mute")
 }

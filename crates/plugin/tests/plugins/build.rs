@@ -108,7 +108,6 @@ fn compile(name: &str, source: &Path, include: &Path, defines: &[&str]) -> Resul
     Ok(library)
 }
 
-/// The profile of this very test.
 /// The training program. It is built by way of its own tests, selected out of the whole workspace: with the features that the whole
 /// workspace's tests have, so that after them nothing is built again.
 pub(crate) fn train_diloco() -> Result<PathBuf, String> {
