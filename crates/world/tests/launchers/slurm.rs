@@ -42,7 +42,9 @@ pub(crate) fn trials() -> Vec<Trial> {
             let Some(cluster) = cluster.as_ref() else {
                 return Ok(());
             };
-            run(cluster).map_err(|e| cluster.with_evidence(&e))
+            run(cluster)
+                .and_then(|()| cluster.wait_until_idle())
+                .map_err(|e| cluster.with_evidence(&e))
         });
         trial.with_ignored_flag(!is_there)
     });
@@ -124,6 +126,14 @@ impl Cluster {
             let mut lines: Vec<&str> = said.lines().map(str::trim).collect();
             lines.sort_unstable();
             Ok(lines.join(", ") == states)
+        })
+    }
+
+    /// Waits until no job is left. Ranks that have ended leave an srun that still hears from the controller; without one it would wait for minutes.
+    fn wait_until_idle(&self) -> Outcome {
+        self.wait("end of the jobs", |cluster| {
+            let queue = finish(cluster.command("squeue").arg("--noheader"))?;
+            Ok(queue.status.success() && said(&queue).trim().is_empty())
         })
     }
 
