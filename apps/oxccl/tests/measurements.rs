@@ -37,7 +37,7 @@ const RANKS: (&str, &str) = ("oxccl-quant", "quantized_all_reduce");
 /// Run elsewhere, and where.
 const ELSEWHERE: &[(&str, &str)] = &[(
     "xccl_overhead",
-    "needs oneCCL: started by hand in the environment of the row `xccl`",
+    "needs oneCCL: the row `xccl-lifecycle` with --long",
 )];
 
 fn root() -> &'static Path {
@@ -135,7 +135,6 @@ fn the_ranks_of_a_quantised_all_reduce_run() {
 }
 
 /// The other programs that the documents measure with: what cargo's `run` is given, and a part of what is printed. Short: nothing is asked of a rate.
-/// Not `bench-lighthouse`, which builds the servers with optimisation first: ten minutes.
 const PROGRAMS: &[(&str, &str)] = &[
     (
         "-p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0",
@@ -147,6 +146,10 @@ const PROGRAMS: &[(&str, &str)] = &[
             env!("CARGO_BIN_EXE_oxccl")
         ),
         "MPICH",
+    ),
+    (
+        "-p xtask -- bench-lighthouse --profile dev --replicas 8 --steps 2 --rounds 1 --peer",
+        "| 8 | torchft |",
     ),
     (
         "-p xtask -- faults --only batches --seeds 0..300 --network-seeds 0..3",

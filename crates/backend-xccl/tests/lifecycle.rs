@@ -559,15 +559,44 @@ fn main() -> ExitCode {
         };
     }
     let reason = XcclFactory.probe().err().map(|e| e.to_string());
-    let trials = CASES
-        .iter()
-        .map(|case| {
-            let reason = reason.clone();
-            Trial::ignorable_test(case.name, move || match reason {
-                Some(reason) => Ok(Completion::ignored_with(reason)),
-                None => run(case).map(|()| Completion::Completed),
-            })
+    let trial = |name: &str, body: Box<dyn FnOnce() -> Outcome + Send>| {
+        let reason = reason.clone();
+        Trial::ignorable_test(name, move || match reason {
+            Some(reason) => Ok(Completion::ignored_with(reason)),
+            None => body().map(|()| Completion::Completed),
         })
+    };
+    let is_long = std::env::var_os("OXCCL_LONG").is_some();
+    let mut trials: Vec<Trial> = CASES
+        .iter()
+        .map(|case| trial(case.name, Box::new(|| run(case))))
         .collect();
+    trials.push(trial("the_measurement_of_overhead_runs", Box::new(overhead)).with_ignored_flag(!is_long));
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// `xccl_overhead`, small and not optimised: its figures mean nothing here.
+fn overhead() -> Outcome {
+    let output = conformance::cargo()
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args([
+            "run",
+            "--quiet",
+            "--example",
+            "xccl_overhead",
+            "--",
+            "1",
+            "1",
+            "2",
+            "1024",
+        ])
+        .output()?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure(output.status.success() && said.contains("plain/again"), || {
+        format!(
+            "{}: {said}{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        )
+    })
 }

@@ -10,6 +10,7 @@
 )]
 
 mod browser;
+mod curl;
 mod dashboard;
 mod http;
 mod job;
