@@ -48,7 +48,7 @@ mod report;
 mod staged;
 mod streams;
 
-pub use cargo::{cargo, dylib};
+pub use cargo::{cargo, dylib, program};
 pub use case::{Case, Needs, Rank, Worlds, cases, cases_at};
 pub use failure::{Failure, Outcome};
 pub use harness::{

@@ -20,13 +20,14 @@ use crate::{LIMIT, Outcome, SCENE, finish, free_ports, program, rank, said};
 type Case = (&'static str, fn(&Cluster) -> Outcome);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    let cases: [Case; 7] = [
+    let cases: [Case; 8] = [
         ("ranks_of_four_nodes_meet_on_the_first", four_nodes),
         ("a_step_of_other_nodes_meets_on_its_own_first", later_nodes),
         ("a_killed_task_is_named_by_the_others", killed_task),
         ("a_lost_node_takes_its_own_ranks_only", lost_node),
         ("a_requeued_job_meets_again", requeued),
         ("the_batch_script_for_a_world_starts_it", world_script),
+        ("the_batch_script_for_replicas_starts_them_again", replicas_script),
         ("a_batch_script_without_srun_is_told_what_to_do", without_srun),
     ];
     // One cluster for all of them, and one case at a time: they count its nodes.
@@ -464,26 +465,56 @@ fn requeued(cluster: &Cluster) -> Outcome {
     ranks_of(1)
 }
 
-/// `deploy/slurm/world.sbatch` as it is.
-fn world_script(cluster: &Cluster) -> Outcome {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/slurm/world.sbatch");
-    let out = cluster.path("world.out");
-    let mut sbatch = cluster.command("sbatch");
+/// Submits a script of `deploy/slurm` as it is, with a command that runs each rank and writes to a file of its own, `file`. Gives what the script writes
+/// to.
+fn submit_ours(cluster: &Cluster, script: &str, file: &str, sbatch: &mut Command) -> Result<PathBuf, Failed> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/slurm");
+    let out = cluster.path(script).with_extension("out");
     sbatch
-        .env(SCENE, "reduce")
-        .args(["--nodes=2", "--ntasks-per-node=2", "-o"]);
-    sbatch.arg(&out).arg(script.canonicalize()?);
-    // Each rank has a file of its own, as above.
-    let rank = format!("exec >\"world.$SLURM_PROCID\"; {RANK}");
+        .arg("-o")
+        .arg(&out)
+        .arg(folder.join(script).canonicalize()?);
+    let rank = format!("exec >>\"{file}\"; {RANK}");
     let submitted = finish(sbatch.args(["sh", "-c", &rank, &program()]))?;
     if !submitted.status.success() {
         return Err(said(&submitted).into());
     }
+    Ok(out)
+}
+
+fn with_script(out: &Path, e: &Failed) -> Failed {
+    let script = fs::read_to_string(out).unwrap_or_default();
+    format!("{}\nthe script said: {script}", e.message().unwrap_or("?")).into()
+}
+
+fn world_script(cluster: &Cluster) -> Outcome {
+    let mut sbatch = cluster.command("sbatch");
+    sbatch
+        .env(SCENE, "reduce")
+        .args(["--nodes=2", "--ntasks-per-node=2"]);
+    let out = submit_ours(cluster, "world.sbatch", "world.$SLURM_PROCID", &mut sbatch)?;
     let ended = cluster.wait_for_ranks(4, |rank| cluster.path(&format!("world.{rank}")));
-    all_have_it(&ended.map_err(|e| {
-        let script = fs::read_to_string(&out).unwrap_or_default();
-        format!("{}\nthe script said: {script}", e.message().unwrap_or("?"))
-    })?)
+    all_have_it(&ended.map_err(|e| with_script(&out, &e))?)
+}
+
+/// Two replicas of two ranks. In the first attempt of each its rank 1 dies; then `oxccl launch` starts it again.
+fn replicas_script(cluster: &Cluster) -> Outcome {
+    let oxccl = conformance::program("oxccl-cli", "oxccl")?;
+    let folder = oxccl.parent().ok_or("a program without a folder")?;
+    let path = format!("{}:{}", folder.display(), std::env::var("PATH")?);
+    let mut sbatch = cluster.command("sbatch");
+    sbatch
+        .envs([("PATH", path.as_str()), ("RANKS", "2"), ("OXCCL_INSECURE", "1")])
+        .env(SCENE, "die-once")
+        .arg("--nodes=2");
+    let file = "replica.$OXCCL_REPLICA.$OXCCL_INCARNATION.$RANK";
+    let out = submit_ours(cluster, "replicas.sbatch", file, &mut sbatch)?;
+    for replica in 0..2 {
+        let file = |rank| cluster.path(&format!("replica.{replica}.1.{rank}"));
+        let ended = cluster.wait_for_ranks(2, file);
+        all_have_it(&ended.map_err(|e| with_script(&out, &e))?)?;
+    }
+    Ok(())
 }
 
 fn without_srun(cluster: &Cluster) -> Outcome {
