@@ -39,7 +39,7 @@ enum By {
     Deaths,
     /// The simulated network.
     Network,
-    /// Tests of the protocol with this in their names: the simulation needs more seeds than are run here.
+    /// Tests that `cargo test --package` runs with these words.
     Tests(&'static str),
     /// A row of the matrix as it usually is, not of `--long`.
     Row(&'static str),
@@ -102,8 +102,8 @@ const FAULTS: &[Fault] = &[
     ("a no that does not count", Joint, &[("commit.rs", "let commit = votes.values().all(|v| v.vote);", "let commit = votes.values().any(|v| v.vote);")]),
     ("a rank whose epoch did not come up leaves the others to compute", Joint, &[("rank.rs", "let place = answer.contributor_rank.filter(|&r| r < most && !answer.heal);", "let place = answer.contributor_rank.filter(|&r| r < most && !answer.heal && self.lost.is_none());")]),
     ("a step advances before its state", Joint, &[("rank.rs", "self.is_to_heal = answer.heal;", "self.is_to_heal = answer.heal;\nself.step = answer.max_step;")]),
-    ("a rank that holds nothing tells a count of batches", Tests("holds_nothing"), &[("rank.rs", "batches_committed: if holds_nothing { 0 } else { self.batches },", "batches_committed: self.batches,")]),
-    ("7 a member recorded as gone is not heard", Tests("recorded_as_gone"), &[("quorum/arrivals.rs", "} else if !entry.is_some_and(|e| e.member && !e.gone_before)", "} else if !entry.is_some_and(|e| e.member)")]),
+    ("a rank that holds nothing tells a count of batches", Tests("oxccl-protocol --lib -- holds_nothing"), &[("crates/protocol/src/rank.rs", "batches_committed: if holds_nothing { 0 } else { self.batches },", "batches_committed: self.batches,")]),
+    ("7 a member recorded as gone is not heard", Tests("oxccl-protocol --lib -- recorded_as_gone"), &[("crates/protocol/src/quorum/arrivals.rs", "} else if !entry.is_some_and(|e| e.member && !e.gone_before)", "} else if !entry.is_some_and(|e| e.member)")]),
     ("7 the record is not read at a restart", Network, &[("lighthouse/mod.rs", "record,\naccept_rollback: std::mem::take(&mut self.accept_rollback),", "record: record.filter(|_| false),\naccept_rollback: std::mem::take(&mut self.accept_rollback),")]),
     ("7 a quorum is delivered although the disk is full", Network, &[("lighthouse/actor.rs", "Err(error) => self.put_off(&tickets, &error),", "Err(_) => self.deliver(&tickets, &quorum),")]),
     ("a call is not taken back at the lighthouse", Network, &[("lighthouse/service.rs", "if !self.is_answered {", "if false && !self.is_answered {")]),
@@ -119,6 +119,39 @@ const FAULTS: &[Fault] = &[
     ("gloo, scatter: the root's parts are shifted", Row("gloo-tcp-processes"), &[("crates/backend-gloo/src/schedule/linear.rs", "from: Span::new(Buffer::In, part(parts, peer)),", "from: Span::new(Buffer::In, part(parts, up(peer, 1, world))),")]),
     ("isolated: whom a message was from is lost", Row("gloo-isolated"), &[("crates/isolate/src/driver.rs", "Ok((source, contributors)) => operation.succeed(source, contributors),", "Ok((_, contributors)) => operation.succeed(None, contributors),")]),
     ("gloo: an abort is not told as one", Row("gloo-mixed"), &[("crates/backend-gloo/src/queue.rs", "self.stop(Stop::Abort(error));", "self.stop(Stop::Leave(error.to_string()));")]),
+    ("staged: a rank that stands aside contributes", Tests("backend-nccl --test gloo-staged-conformance -- contribut"), &[("crates/ftcore/src/staged.rs", "contribute: options.contribute,", "contribute: true,")]),
+    ("quantised: the mean is over all ranks", Tests("oxccl-quant --test quant-conformance"), &[("crates/quant/src/exchange.rs", "kernels.divide(out, range, contributors as f32)", "kernels.divide(out, range, self.place.world as f32)")]),
+    ("quantised: a rank that stands aside counts", Tests("oxccl-quant --test quant-conformance"), &[("crates/quant/src/exchange.rs", "let contributes = opened.contributors == 1;", "let contributes = true;")]),
+    ("quantised: a peer may claim any number of contributors", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if contributors > most {", "if false && contributors > most {")]),
+    ("quantised: a header of another call is read", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if theirs != self.fingerprint {", "if false && theirs != self.fingerprint {")]),
+    ("layout: the stage before and the stage after", Tests("oxccl-world --test all"), &[("crates/world/src/layout.rs", "Some((at(stage + length - 1), at(stage + 1)))", "Some((at(stage + 1), at(stage + length - 1)))")]),
+    ("launchers: one node only is several", Tests("oxccl-world --lib"), &[("crates/world/src/launcher.rs", "let on_one_host = local_size == Some(world_size);", "let on_one_host = local_size == Some(world_size + 1);")]),
+    ("by device: a member's time-out is not waited for", Tests("oxccl-world --test world-conformance"), &[("crates/world/src/by_device.rs", "(since.get_or_init(Instant::now).elapsed() >= GRACE).then_some(error)", "Some(error).filter(|_| false)")]),
+    ("counted: a mean is divided twice", Tests("oxccl-manager --lib"), &[("crates/manager/src/counted.rs", "let inner_op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };", "let inner_op = op;")]),
+    ("counted: a rank that stands aside counts", Tests("oxccl-manager --lib"), &[("crates/manager/src/counted.rs", "let one = u8::from(contribute);", "let one = u8::from(contribute || true);")]),
+    ("DiLoCo: the fragments' turns are shifted", Tests("oxccl-diloco --test all"), &[("crates/diloco/src/streaming.rs", "usize::try_from(step - 1).unwrap_or(0) % self.plan.len().max(1)", "usize::try_from(step).unwrap_or(0) % self.plan.len().max(1)")]),
+    ("DDP: micro-batches are not added up", Tests("oxccl-ddp --lib"), &[("crates/ddp/src/buckets.rs", "if self.micro_batch + 1 == self.micro_batches {", "if self.micro_batch == 0 {")]),
+    ("checkpoint: a header that promises more than there is", Tests("oxccl-checkpoint --lib"), &[("crates/checkpoint/src/codec.rs", "if header.data_len() != source.left {", "if false && header.data_len() != source.left {")]),
+    ("lighthouse's answers: a place outside of the group", Tests("oxccl-coordination --lib -- wire"), &[("crates/coordination/src/wire.rs", "if result.replica_rank >= result.replica_world_size {", "if result.replica_rank > result.replica_world_size {")]),
+    ("credentials: a key that others can read", Tests("oxccl-identity"), &[("crates/identity/src/folder.rs", "if mode & 0o077 != 0 {", "if mode & 0o007 != 0 {")]),
+    ("planning: the last bucket costs nothing", Tests("oxccl-fleet"), &[("crates/fleet/src/method.rs", "let (count, rest) = (values / bucket, values % bucket);", "let (count, rest) = (values / bucket, 0 * values);")]),
+    ("simulator: the lighthouse's time between two measured sizes", Tests("oxccl-fleet"), &[("crates/fleet/src/simulate.rs", "time = before + (after - before) * (at - low) / (high - low);", "time = before;")]),
+    ("states: a tensor of another shape is taken", Tests("oxccl-replica"), &[("crates/replica/src/state_dict.rs", "if tensor.shape != shape {", "if false && tensor.shape != shape {")]),
+    ("launcher: the pause between restarts does not end", Tests("oxccl-launch"), &[("apps/launch/src/supervisor.rs", ".min(self.backoff_max)", ".max(self.backoff_max)")]),
+    ("plugin: a rank that stands aside contributes", Tests("oxccl-plugin --test plugin-conformance"), &[("crates/plugin/src/host/group.rs", "contribute: options.contribute,", "contribute: true,")]),
+    ("plugin: a handle of an earlier operation is taken", Tests("oxccl-plugin"), &[("crates/plugin/src/host/handles.rs", "}) if *generation == handle.generation() => loan.plugin,", "}) if *generation >= handle.generation() => loan.plugin,")]),
+    ("store's ranks compare: an operation that only one rank calls", Tests("ftcore"), &[("crates/ftcore/src/agreement.rs", "if sent != expected {", "if false && sent != expected {")]),
+    ("arguments: a tag where there are none", Tests("ftcore"), &[("crates/ftcore/src/validate.rs", "if tag == 0 || caps.has(Feature::Tags) {", "if true || tag == 0 || caps.has(Feature::Tags) {")]),
+    ("isolated: an answer to a call that was not made", Tests("oxccl-isolate"), &[("crates/isolate/src/link.rs", "if done.id >= self.next_id.load(Ordering::Relaxed) {", "if false && done.id >= self.next_id.load(Ordering::Relaxed) {")]),
+    ("gloo: a message of another size is received", Tests("backend-gloo --test gloo-conformance -- p2p"), &[("crates/backend-gloo/src/p2p.rs", "if tensor.dtype().code() != offer.dtype || tensor.count() as u64 != offer.count {", "if tensor.dtype().code() != offer.dtype {")]),
+    ("gloo: any number of open messages", Tests("backend-gloo --lib"), &[("crates/backend-gloo/src/p2p.rs", "if *open >= MAX_OFFERS {", "if false && *open >= MAX_OFFERS {")]),
+    ("xccl: the mean of integers and halves", Row("xccl"), &[("crates/backend-xccl/src/route.rs", "let n = contributors.max(1);", "let n = contributors.max(3);")]),
+    ("xccl: this rank's part of a whole", Row("xccl"), &[("crates/backend-xccl/src/ops.rs", ".get_mut(rank * bytes..(rank + 1) * bytes)", ".get_mut(..bytes)")]),
+    ("xccl: the least of integers is the largest", Row("xccl-table"), &[("crates/backend-xccl/src/route.rs", "let least = op == ReduceOp::Min;", "let least = op == ReduceOp::Max;")]),
+    ("nccl: a rank that stands aside contributes", Row("nccl-standin"), &[("crates/backend-nccl/src/enqueue.rs", "job.run(op, contribute, after)", "job.run(op, contribute || true, after)")]),
+    ("nccl: the root is another rank", Row("nccl-standin"), &[("crates/backend-nccl/src/enqueue.rs", "let is_root = self.shared.place.rank == *root;", "let is_root = self.shared.place.rank != *root;")]),
+    ("hccl: what the root and the others send", Row("hccl-standin"), &[("plugins/hccl/src/issue.rs", "if (self.rank == root) == from_root {", "if (self.rank == root) != from_root {")]),
+    ("hccl: parts go into one place", Row("hccl-standin"), &[("plugins/hccl/src/issue.rs", "count: if r == place { data.count } else { 0 },", "count: if r != place { data.count } else { 0 },")]),
 ];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
@@ -181,8 +214,8 @@ fn plant(copy: &Path, (name, by, places): &Fault) -> Result<Vec<Planted>> {
     let mut files: Vec<Planted> = Vec::new();
     let folder = copy.join(match by {
         Network => NETWORK,
-        Row(_) => "",
-        Joint | Deaths | Tests(_) => PROTOCOL,
+        Row(_) | Tests(_) => "",
+        Joint | Deaths => PROTOCOL,
     });
     for (file, lines, instead) in *places {
         let path = folder.join(file);
@@ -240,34 +273,33 @@ fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(Option
     } else {
         &arguments.seeds
     };
-    let (test, named) = match by {
-        Joint => ("oxccl-protocol --test simulation-conformance --", "whatever"),
-        Deaths => ("oxccl-protocol --test simulation-conformance --", "a_death"),
-        Network => ("oxccl-coordination --lib --", "simulation::tests::real"),
-        Tests(named) => ("oxccl-protocol --lib --", named),
+    let test = match by {
+        Joint => "oxccl-protocol --test simulation-conformance -- whatever",
+        Deaths => "oxccl-protocol --test simulation-conformance -- a_death",
+        Network => "oxccl-coordination --lib -- simulation::tests::real",
+        Tests(words) => words,
         Row(name) => return run_row(copy, name),
     };
     let mut cargo = cargo_command(copy);
-    cargo
-        .args(["test", "--quiet", "--package"])
-        .args(test.split(' '))
-        .args([named, "--nocapture"]);
+    cargo.args(["test", "--quiet", "--package"]).args(test.split(' '));
+    if !matches!(by, Tests(_)) {
+        // Where a seed failed, and how.
+        cargo.arg("--nocapture");
+    }
     cargo
         .env("OXCCL_SIMULATION", seeds)
         .env("CARGO_TARGET_DIR", copy.with_file_name("target"));
     let (log, limit) = (copy.with_extension("log"), Duration::from_secs(1800));
     let finished = process::run(&mut cargo, limit, Output::Log(&log), |_| {})?;
     let text = fs::read_to_string(&log)?;
+    let short = |told: &str| told.chars().take(100).collect::<String>().replace('|', "/");
+    if let (Tests(_), Some((_, names))) = (by, text.rsplit_once("\nfailures:\n")) {
+        let names = names.lines().map(str::trim).filter(|line| !line.is_empty());
+        return Ok(names.min().map(|name| (None, short(name))));
+    }
     let failed = text.lines().filter_map(|line| {
-        let (seed, told) = if let Tests(_) = by {
-            let (name, how) = line.strip_prefix("thread '")?.split_once('\'')?;
-            (None, how.contains(" panicked at ").then_some(name)?)
-        } else {
-            let (seed, told) = line.strip_prefix("seed ")?.split_once(": ")?;
-            (Some(seed.parse().ok()?), told)
-        };
-        let told: String = told.chars().take(100).collect();
-        Some((seed, told.replace('|', "/")))
+        let (seed, told) = line.strip_prefix("seed ")?.split_once(": ")?;
+        Some((Some(seed.parse().ok()?), short(told)))
     });
     let ran = text.contains("running ") && !text.contains("running 0 tests");
     match failed.min() {

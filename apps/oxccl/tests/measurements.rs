@@ -3,36 +3,31 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Once;
 
 #[path = "../../../xtask/src/tidy/commands/shell.rs"]
 #[allow(dead_code, reason = "this test reads a part of what the file has")]
 mod shell;
 
-/// Examples of cargo's: the package, the name, what they are given, and a part of what they print.
-const RUN: &[(&str, &str, &str, &str)] = &[
-    ("oxccl-checkpoint", "heal_rate", "1 1", "of the plain copy"),
-    ("oxccl-ddp", "quorum_overlap", "3 5 5", "overlapped"),
+/// Examples of cargo's: the name, what they are given, and a part of what they print.
+const RUN: &[(&str, &str, &str)] = &[
+    ("heal_rate", "1 1", "of the plain copy"),
+    ("quorum_overlap", "3 5 5", "overlapped"),
     (
-        "oxccl-fleet",
         "fleet_campaign",
         "replicas=64 every=5 rounds=50",
         "is committed work",
     ),
-    ("oxccl-isolate", "isolate_overhead", "1 4096", "direct/isolated"),
-    (
-        "oxccl-manager",
-        "spare_cost",
-        "1 1 2 --members 1",
-        "with a transfer",
-    ),
-    ("oxccl-plugin", "plugin_overhead", "", "the dylib path costs"),
-    ("oxccl-quant", "nmse", "", "two-phase, 16 ranks"),
-    ("oxccl-quant", "throughput", "int8", "| int8-b64 |"),
+    ("isolate_overhead", "1 4096", "direct/isolated"),
+    ("spare_cost", "1 1 2 --members 1", "with a transfer"),
+    ("plugin_overhead", "", "the dylib path costs"),
+    ("nmse", "", "two-phase, 16 ranks"),
+    ("throughput", "int8", "| int8-b64 |"),
 ];
 
 /// Two ranks, started one by one.
-const RANKS: (&str, &str) = ("oxccl-quant", "quantized_all_reduce");
+const RANKS: &str = "quantized_all_reduce";
 
 /// Run elsewhere, and where.
 const ELSEWHERE: &[(&str, &str)] = &[(
@@ -44,15 +39,37 @@ fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-fn start(package: &str, example: &str, arguments: &str) -> Child {
-    conformance::cargo()
+/// Cargo's folder of what it built for this test.
+fn built() -> &'static Path {
+    static BUILT: Once = Once::new();
+    // All at once, with the features that the tests have: one by one each would build what it stands on with features of its own.
+    BUILT.call_once(|| {
+        let build = ["build", "--quiet", "--workspace", "--lib", "--bins", "--examples"];
+        let output = conformance::cargo().current_dir(root()).args(build).output();
+        said("cargo build", &output.unwrap());
+    });
+    Path::new(env!("CARGO_BIN_EXE_oxccl")).parent().unwrap()
+}
+
+/// A program in that folder.
+fn start(program: &str, arguments: &str) -> Child {
+    Command::new(built().join(program))
         .current_dir(root())
-        .args(["run", "--quiet", "-p", package, "--example", example, "--"])
         .args(arguments.split_whitespace())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap()
+}
+
+/// Runs it to its end.
+fn runs(program: &str, arguments: &str, part: &str) {
+    let output = start(program, arguments).wait_with_output().unwrap();
+    let said = said(program, &output);
+    assert!(
+        said.contains(part),
+        "{program} {arguments}: no '{part}' in:\n{said}"
+    );
 }
 
 fn said(of: &str, output: &Output) -> String {
@@ -90,14 +107,14 @@ fn every_measured_example_of_the_documents_is_run_here() {
             let example = command.words[at + 1].as_str();
             let names = || {
                 RUN.iter()
-                    .map(|(_, name, ..)| *name)
+                    .map(|(name, ..)| *name)
                     .chain(ELSEWHERE.iter().map(|(name, _)| *name))
             };
             if is_measured {
                 named += 1;
                 let place = format!("{}:{}", path.display(), command.line);
                 assert!(
-                    names().chain([RANKS.1]).any(|name| name == example),
+                    names().chain([RANKS]).any(|name| name == example),
                     "{place}: '{example}' is not run here"
                 );
             }
@@ -108,17 +125,8 @@ fn every_measured_example_of_the_documents_is_run_here() {
 
 #[test]
 fn measured_examples_run() {
-    // What `plugin_overhead` loads.
-    let built = conformance::cargo()
-        .current_dir(root())
-        .args(["build", "--quiet", "-p", "gloo-plugin"])
-        .output()
-        .unwrap();
-    said("gloo-plugin", &built);
-    for (package, example, arguments, part) in RUN {
-        let output = start(package, example, arguments).wait_with_output().unwrap();
-        let said = said(example, &output);
-        assert!(said.contains(part), "{example}: no '{part}' in:\n{said}");
+    for (example, arguments, part) in RUN {
+        runs(&format!("examples/{example}"), arguments, part);
     }
 }
 
@@ -128,49 +136,53 @@ fn the_ranks_of_a_quantised_all_reduce_run() {
         .unwrap()
         .local_addr()
         .unwrap();
-    let (package, example) = RANKS;
-    let ranks = [0, 1].map(|rank| start(package, example, &format!("{rank} 2 {free} 1 f32,int8")));
-    let [first, _] = ranks.map(|rank| said(example, &rank.wait_with_output().unwrap()));
+    let start = |rank| {
+        start(
+            &format!("examples/{RANKS}"),
+            &format!("{rank} 2 {free} 1 f32,int8"),
+        )
+    };
+    let [first, _] = [0, 1]
+        .map(start)
+        .map(|rank| said(RANKS, &rank.wait_with_output().unwrap()));
     assert!(first.contains("int8"), "{first}");
 }
 
-/// The other programs that the documents measure with: what cargo's `run` is given, and a part of what is printed. Short: nothing is asked of a rate.
-const PROGRAMS: &[(&str, &str)] = &[
+/// The other programs that the documents measure with, what they are given, and a part of what is printed. Short: nothing is asked of a rate.
+const PROGRAMS: &[(&str, &str, &str)] = &[
     (
-        "-p xtask -- chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0",
+        "xtask",
+        "chaos --replicas 2 --seconds 20 --undisturbed-seconds 10 --at-least 0",
         "undisturbed",
     ),
     (
+        "xtask",
         concat!(
-            "-p xtask -- bench-peers --rounds 1 --sizes 4 --ranks 2 --only mpich --oxccl ",
+            "bench-peers --rounds 1 --sizes 4 --ranks 2 --only mpich --oxccl ",
             env!("CARGO_BIN_EXE_oxccl")
         ),
         "MPICH",
     ),
     (
-        "-p xtask -- bench-lighthouse --profile dev --replicas 8 --steps 2 --rounds 1 --peer",
+        "xtask",
+        "bench-lighthouse --profile dev --replicas 8 --steps 2 --rounds 1 --peer",
         "| 8 | torchft |",
     ),
     (
-        "-p xtask -- faults --only batches --seeds 0..300 --network-seeds 0..3",
+        "xtask",
+        "faults --only batches --seeds 0..300 --network-seeds 0..3",
         "| without the cure |",
     ),
     (
-        "--bin compare_diloco -- --steps 64 --seeds 1 --formats int8 --sync-every 16 -- --d-model 32 --layers 1 --seq 16 --batch 2",
+        "compare_diloco",
+        "--steps 64 --seeds 1 --formats int8 --sync-every 16 -- --d-model 32 --layers 1 --seq 16 --batch 2",
         "diloco int8",
     ),
 ];
 
 #[test]
 fn the_other_measurements_run() {
-    for (arguments, part) in PROGRAMS {
-        let output = conformance::cargo()
-            .current_dir(root())
-            .args(["run", "--quiet"])
-            .args(arguments.split(' '))
-            .output()
-            .unwrap();
-        let said = said(arguments, &output);
-        assert!(said.contains(part), "{arguments}: no '{part}' in:\n{said}");
+    for (program, arguments, part) in PROGRAMS {
+        runs(program, arguments, part);
     }
 }
