@@ -294,8 +294,8 @@ fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(Option
     let text = fs::read_to_string(&log)?;
     let short = |told: &str| told.chars().take(100).collect::<String>().replace('|', "/");
     if let (Tests(_), Some((_, names))) = (by, text.rsplit_once("\nfailures:\n")) {
-        let names = names.lines().map(str::trim).filter(|line| !line.is_empty());
-        return Ok(names.min().map(|name| (None, short(name))));
+        let mut names = names.lines().filter_map(|line| line.strip_prefix("    "));
+        return Ok(names.next().map(|name| (None, short(name))));
     }
     let failed = text.lines().filter_map(|line| {
         let (seed, told) = line.strip_prefix("seed ")?.split_once(": ")?;

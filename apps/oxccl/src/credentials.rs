@@ -25,13 +25,13 @@ Examples:
   Take the certificates of a replica back, in each folder that a lighthouse or a replica uses (or copy the file `revoked`
   there); they look at it by themselves. What is connected stays so until it is evicted:
     oxccl credentials revoke job1 replica0
-    oxccl replica evict replica0 --lighthouse https://HOST:29510
+    OXCCL_CREDENTIALS=job1 oxccl replica evict replica0 --lighthouse https://HOST:29510
 
   Whom a folder lets a process be, and until when:
     oxccl credentials show job1-replica0
 
-The folder of `new` holds the key that makes certificates: keep it where the lighthouse runs. All that read it can take
-part in the job as anyone, and what it signs cannot be taken back for good: make new credentials instead.
+The folder of `new` holds the key that makes certificates: keep it where you make them and give orders (evict, drain).
+All that read it can take part in the job as anyone, and what it signs cannot be taken back for good: make new credentials instead.
 The exit codes are those of `oxccl --help`.";
 
 /// Make, issue or show the credentials of a job: certificates for the control plane, a secret for the data plane.

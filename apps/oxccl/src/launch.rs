@@ -131,6 +131,8 @@ pub(crate) struct Arguments {
 const START: Duration = Duration::from_secs(30);
 /// How long a given lighthouse may take to answer: it may be starting beside this command.
 const REACH: Duration = Duration::from_secs(5);
+/// How long that answer itself is waited for.
+const ANSWER: Duration = Duration::from_secs(1);
 /// How often the other nodes are looked after.
 const LOOK: Duration = Duration::from_secs(1);
 /// A commit is told at most so often.
@@ -185,11 +187,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         }
         (None, Some(url)) => {
             // Before anything is started: a wrong address, or credentials of another job.
-            client = Some(LighthouseClient::connect_as(
-                party.clone(),
-                &url,
-                deadline_in(REACH),
-            )?);
+            let reached = LighthouseClient::connect_as(party.clone(), &url, deadline_in(REACH))?;
+            // Without credentials a connection comes up all the same, and the first request is refused. Another lighthouse than ours may have no answer.
+            match reached.status(deadline_in(ANSWER)) {
+                Err(e) if e.kind() == ErrorKind::InvalidArgument => return Err(e),
+                _ => client = Some(reached),
+            }
             LighthouseSource::External(url)
         }
         (None, None) => own(arguments.lighthouse_bind, None)?,

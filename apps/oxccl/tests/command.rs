@@ -153,6 +153,24 @@ fn credentials_of_another_job_end_a_launch_before_anything_starts() {
         assert!(err.contains(part), "{part} in: {err}");
     }
     assert!(!err.contains("is the lighthouse running"), "{err}");
+    // None at all: a connection alone would come up.
+    let plain = url.replace("https://", "http://");
+    let output = oxccl(&[
+        "launch",
+        "--lighthouse",
+        &plain,
+        "--",
+        "touch",
+        proof.to_str().unwrap(),
+    ])
+    .output()
+    .unwrap();
+    let (code, _, err) = text(&output);
+    assert_eq!(code, Some(2), "{err}");
+    assert!(
+        err.contains("asks for credentials") && err.contains("https://"),
+        "{err}"
+    );
     assert!(!proof.exists());
 }
 

@@ -39,14 +39,21 @@ extern "C" {
 /* Bools. Where BOOL is moved or reduced, an output holds 0 or 1, whatever byte above 0 an input had; of a
  * broadcast the root's own buffer too. */
 
-/* Faults. Write the cause alone: the host puts operation, rank, epoch and peer before it. */
+/* Numbers. A NaN wins in MIN and MAX, also in elements of 16 bits, and sums of integers wrap around. */
+
+/* Names in texts. An operation, an element type and a reduction are called as here, in lower case and without
+ * the prefix: all_reduce, bf16, sum; premul_sum(F) with its factor. */
+
+/* Faults. Write the cause alone: the host puts operation, rank, epoch and peer before it. A fault that is
+ * passed in has its size: fill it in with oxccl_fail or oxccl_fault_copy. */
 
 /* Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure
  * do not reach the plugin; those after shutdown do, and are INVALID_STATE. */
 
 /* configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (rank R
- * of N, or ranks R, S of N) and the phase that it waited in. If it is cancelled (oxccl_store.wanted fails,
- * waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason. */
+ * of N, or ranks R, S of N) and the phase that it waited in; it may take a second more to find out who. If it
+ * is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault
+ * is ABORTED with the reason. */
 
 /* Faults that the conformance suite checks, of groups that advertise ABORT, RECONFIGURE or
  * MISMATCH_DETECTION: the kind, and what the text contains as whole words. N, TAG, A and B stand for
@@ -202,9 +209,10 @@ enum oxccl_feature {
     /* abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all
      * ranks; the group is poisoned then. So does what a group cannot go on after, on all ranks and with the
      * same kind: a deadline that passed (TIMEOUT), ranks that called different things (MISMATCH), a rank that
-     * died (PEER_LOST). A poisoned group refuses calls with POISONED. A rank that was closed or shut down has
-     * left, which ends only what still needs it: say so in close without waiting, for its process may end
-     * right after, and that is no death. */
+     * died (PEER_LOST). A rank that has heard of a failure passes it on before it closes or is configured
+     * again: another one may not have heard. A poisoned group refuses calls with POISONED. A rank that was
+     * closed or shut down has left, which ends only what still needs it: say so in close without waiting, for
+     * its process may end right after, and that is no death. */
     OXCCL_FEATURE_ABORT = 0,
     /* configure works again, after a failure too, with other ranks; no byte of an earlier epoch arrives. An
      * epoch that is not larger, or a rank outside the world, is INVALID_ARGUMENT and leaves the group as it
@@ -843,6 +851,13 @@ static inline int32_t oxccl_fail(oxccl_fault *fault, uint32_t kind, const char *
         memcpy(fault->text, text, fault->text_len);
     }
     return OXCCL_FAILED;
+}
+
+/* Writes one fault over another, which keeps its size. */
+static inline void oxccl_fault_copy(oxccl_fault *to, const oxccl_fault *from) {
+    uint64_t size = to->size;
+    memcpy(to, from, (size_t)(size < from->size ? size : from->size));
+    to->size = size;
 }
 
 #ifdef OXCCL_PLUGIN_CHECK_LAYOUT

@@ -4,6 +4,7 @@
 #include "oxccl_plugin.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -15,8 +16,9 @@ typedef struct {
     int has_store;
     uint32_t rank, world;
     uint64_t epoch, seq; /* seq counts operations */
-    uint64_t sent, received;
-    int failed; /* refuses calls until it is configured again */
+    /* Read without the lock, which submit holds while it waits. */
+    _Atomic uint64_t sent, received;
+    atomic_int failed; /* refuses calls until it is configured again; why does not change meanwhile */
     oxccl_fault why;
 } group;
 
@@ -102,7 +104,8 @@ static int32_t read_part(group *g, const char *what, uint64_t seq, uint64_t tens
     key_of(key, sizeof key, g, what, seq, tensor, rank);
     int32_t status = g->store.get(g->store.ctx, oxccl_text(key), left(deadline), sink, fault);
     if (status != OXCCL_OK && fault->kind == OXCCL_TIMEOUT) {
-        *fault = no_fault();
+        oxccl_fault late = no_fault();
+        oxccl_fault_copy(fault, &late);
         fault->peer = rank;
         fault->flags = OXCCL_FAULT_PEER;
         snprintf(text, sizeof text, "waiting for rank %u of %u in phase %s", rank, g->world, what);
@@ -216,8 +219,8 @@ static int32_t group_submit(void *ctx, const oxccl_operation *o, const oxccl_com
     outcome.status = all_reduce(g, o, &why);
     if (outcome.status != OXCCL_OK) {
         /* The ranks may not be at the same operation any more. */
-        g->failed = 1;
         g->why = why;
+        g->failed = 1;
         outcome.fault = &why;
     }
     pthread_mutex_unlock(&g->lock);
@@ -230,9 +233,10 @@ static void group_abort(void *ctx, oxccl_str reason) { (void)ctx, (void)reason; 
 
 static int32_t group_error(void *ctx, oxccl_fault *fault) {
     group *g = ctx;
-    if (g->failed)
-        *fault = g->why;
-    return g->failed;
+    if (!g->failed)
+        return OXCCL_OK;
+    oxccl_fault_copy(fault, &g->why);
+    return OXCCL_FAILED;
 }
 
 static int32_t group_shutdown(void *ctx, int64_t timeout_ms, oxccl_fault *fault) {

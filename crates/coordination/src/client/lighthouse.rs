@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, join_address, split_url};
+use ftcore::{Credentials, Error, ErrorKind, Result, join_address, split_url};
 use identity::Party;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::MissedTickBehavior;
@@ -164,7 +164,7 @@ impl LighthouseClient {
     }
 
     /// What the lighthouse's page shows; of several lighthouses the leading one's, or the last one's if none leads. Errors: `Unavailable`,
-    /// `Timeout`, `Protocol` for another server's answer.
+    /// `Timeout`, `InvalidArgument` for a server that asks for credentials, `Protocol` for another server's answer.
     pub fn status(&self, deadline: Instant) -> Result<LighthouseStatus> {
         let lighthouses = self.lighthouses.clone();
         wait_for(&self.thread.handle, "lighthouse.status", deadline, async move {
@@ -223,6 +223,13 @@ async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
             format!("{url}{path} did not answer as a lighthouse does"),
         )
     };
+    // What a server with TLS says to a request without.
+    if answer.starts_with(b"HTTP/1.1 403") {
+        return Err(Error::invalid(format!(
+            "'{url}': that server asks for credentials: set {} to their folder, and use its https:// URL",
+            Credentials::VARIABLE
+        )));
+    }
     if !answer.starts_with(b"HTTP/1.1 200") {
         return Err(bad());
     }

@@ -89,7 +89,7 @@ pub const FEATURES: [(Feature, &str); 10] = [
         Feature::Abort,
         "abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all ranks; the group is poisoned then. So does what a \
          group cannot go on after, on all ranks and with the same kind: a deadline that passed (TIMEOUT), ranks that called different things (MISMATCH), \
-         a rank that died (PEER_LOST). A poisoned group refuses calls with POISONED. A rank that was closed or shut down has left, which ends only what \
+         a rank that died (PEER_LOST). A rank that has heard of a failure passes it on before it closes or is configured again: another one may not have heard. A poisoned group refuses calls with POISONED. A rank that was closed or shut down has left, which ends only what \
          still needs it: say so in close without waiting, for its process may end right after, and that is no death.",
     ),
     (
@@ -129,7 +129,7 @@ pub const FEATURES: [(Feature, &str); 10] = [
 ];
 
 /// What every plugin may rely on and has to do besides, a paragraph each.
-pub const CONDUCT: [&str; 7] = [
+pub const CONDUCT: [&str; 9] = [
     "Pointers. A function of a table may be null only where its comment says so. Lists (buffers, children, splits, keys, hints, notes, options, shape) may be null if their \
      count is 0. ctx is passed back as it is and may be null. fault, reply, outcome and the other places for results are never null.",
     "Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through it with buffer_stride, not with your own sizeof. All \
@@ -138,10 +138,14 @@ pub const CONDUCT: [&str; 7] = [
     "Order. Collectives of a group run in the order of submission, the same on all ranks. A send or a receive is ordered among those with the same peer, direction and \
      (TAGS) tag only, and waits for no collective: a receive that waits for its sender must hold up nothing else.",
     "Bools. Where BOOL is moved or reduced, an output holds 0 or 1, whatever byte above 0 an input had; of a broadcast the root's own buffer too.",
-    "Faults. Write the cause alone: the host puts operation, rank, epoch and peer before it.",
+    "Numbers. A NaN wins in MIN and MAX, also in elements of 16 bits, and sums of integers wrap around.",
+    "Names in texts. An operation, an element type and a reduction are called as here, in lower case and without the prefix: all_reduce, bf16, sum; \
+     premul_sum(F) with its factor.",
+    "Faults. Write the cause alone: the host puts operation, rank, epoch and peer before it. A fault that is passed in has its size: fill it in with oxccl_fail or \
+     oxccl_fault_copy.",
     "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin; those after shutdown do, and are INVALID_STATE.",
     "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (`rank R of N`, or `ranks R, S of N`) and the `phase` that \
-     it waited in. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason.",
+     it waited in; it may take a second more to find out who. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason.",
 ];
 
 #[cfg(test)]

@@ -466,4 +466,11 @@ static inline int32_t oxccl_fail(oxccl_fault *fault, uint32_t kind, const char *
     }
     return OXCCL_FAILED;
 }
+
+/* Writes one fault over another, which keeps its size. */
+static inline void oxccl_fault_copy(oxccl_fault *to, const oxccl_fault *from) {
+    uint64_t size = to->size;
+    memcpy(to, from, (size_t)(size < from->size ? size : from->size));
+    to->size = size;
+}
 "#;
