@@ -196,11 +196,16 @@ impl Machines {
         (output, text)
     }
 
-    /// The credentials, on both machines.
-    fn credentials(&self, words: &[String]) {
-        let (output, text) = self.output("a", words);
-        assert!(output.status.success(), "{text}");
-        let [from, to] = ["a", "b"].map(|m| self.dir.path().join(m).join("job1"));
+    /// Makes the credentials on the first machine, and copies the folder that was made last to the other one.
+    fn credentials(&self, recipe: &[Vec<String>]) {
+        let mut made = None;
+        for words in all(recipe, "oxccl credentials") {
+            let (output, text) = self.output("a", &words);
+            assert!(output.status.success(), "{text}");
+            made = words.last().cloned();
+        }
+        let made = made.expect("the recipe makes credentials");
+        let [from, to] = ["a", "b"].map(|m| self.dir.path().join(m).join(&made));
         assert!(
             Command::new("cp")
                 .arg("-rp")
@@ -248,7 +253,7 @@ fn at(words: &[String], url: &str) -> Vec<String> {
 fn readme() {
     let recipe = section("README.md", "Across machines");
     let machines = Machines::new();
-    machines.credentials(&one(&recipe, "oxccl credentials new"));
+    machines.credentials(&recipe);
     let (lighthouse, url) = machines.lighthouse(one(&recipe, "oxccl lighthouse"));
     let why = at(&one(&recipe, "oxccl why"), &url);
     machines.until_why(&why, "no replica has asked");
@@ -276,7 +281,7 @@ fn readme() {
 fn orders() {
     let recipe = section("docs/credentials.md", "Two machines, from nothing");
     let machines = Machines::new();
-    machines.credentials(&one(&recipe, "oxccl credentials new"));
+    machines.credentials(&recipe);
     let (_lighthouse, url) = machines.lighthouse(one(&recipe, "oxccl lighthouse"));
     let launches = all(&recipe, "oxccl launch");
     assert_eq!(launches.len(), 2, "{launches:?}");

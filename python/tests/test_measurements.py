@@ -31,7 +31,7 @@ def peer() -> str:
     build = ["cargo", "build", "--quiet", "--profile", "tested", "--example", "all_reduce", "--message-format", "json"]
     done = subprocess.run(build, cwd=ROOT / "python", capture_output=True, text=True, timeout=900, check=True)
     built = (json.loads(line).get("executable") for line in done.stdout.splitlines())
-    return next(path for path in built if path)
+    return next(str(path) for path in built if path)
 
 
 def test_every_measurement_of_the_documents_is_run_here() -> None:

@@ -69,7 +69,8 @@ const RUN: &[(&str, &str, &str, How)] = &[
     ("backends", "", "", Ends(0)),
     ("bench --op", "", "--iters 1 --warmup 0", Ends(0)),
     ("bench --option", "", "--iters 1 --warmup 0 --sizes 4", Ends(0)),
-    ("credentials new", "", "", Ends(0)),
+    // Each document begins with a folder of its own.
+    ("credentials new", "rm -rf job1 job1-*", "", Ends(0)),
     (
         "plan --parameters 10B",
         r#"printf '{"hosts": [{"name": "a", "count": 3, "ranks": 2}], "local": {"rate": 1e11}, "between": {"rate": 1e9}}' > links.json"#,
