@@ -1,5 +1,5 @@
 //! `cargo xtask faults`: takes each cure out of a copy of the sources, and tells which seed of a simulation, or which test, finds the fault again. So
-//! does it with faults of one line in a backend or isolation, each for a row of the matrix: what the usual run leaves to `--long` must not be what found
+//! does it with faults of one line elsewhere, each for a row of the matrix or a package's tests: what the usual run leaves to `--long` must not be what found
 //! them.
 //!
 //! The table holds the lines of each cure and what stands there without it. A line that is no longer there, or there twice, is an error: then the table is
