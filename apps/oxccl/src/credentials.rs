@@ -31,7 +31,8 @@ Examples:
     oxccl credentials show job1-replica0
 
 The folder of `new` holds the key that makes certificates: keep it where you make them and give orders (evict, drain).
-All that read it can take part in the job as anyone, and what it signs cannot be taken back for good: make new credentials instead.
+All that read it can take part in the job as anyone, and what it signs cannot be taken back for good: make new
+credentials instead.
 The exit codes are those of `oxccl --help`.";
 
 /// Make, issue or show the credentials of a job: certificates for the control plane, a secret for the data plane.
