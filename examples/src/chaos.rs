@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, Error, Failed, GroupInfo, OpKind, ProcessGroup,
-    Rejected, Result, SubmitOptions, Traffic, Work, deadline_in,
+    Capabilities, Checked, Completion, Configuration, DType, Error, Failed, GroupInfo, OpKind, ProcessGroup,
+    Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
 };
 use oxccl::launch::{EventKind, EventSender};
 
@@ -126,6 +126,10 @@ impl ProcessGroup for HoldGroup {
         self.pass(&op);
         self.inner.execute(op, options)
     }
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        self.inner.alloc(dtype, count)
+    }
+
     fn split(
         &self,
         color: Option<u32>,

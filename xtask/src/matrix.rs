@@ -160,6 +160,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "gloo-in-place",
+        Some("gloo"),
+        "over shared memory, with tensors that ranks read in each other's memory",
+        loopback,
+        suite("gloo-in-place-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "gloo-connections",
         Some("gloo"),
         "large payloads over several TCP connections",

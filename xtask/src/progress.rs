@@ -26,6 +26,7 @@ const MEASURED: &[(&str, u64)] = &[
     ("gloo-shm-threads", 50),
     ("gloo-shm-processes", 30),
     ("gloo-mixed", 90),
+    ("gloo-in-place", 40),
     ("gloo-connections", 31),
     ("gloo-by-device", 24),
     ("gloo-staged", 99),

@@ -106,6 +106,9 @@ pub(crate) struct Arguments {
     /// operations take.
     #[arg(long)]
     bind: bool,
+    /// Take the tensors from the group (`ProcessGroup::alloc`): gloo's ranks on one host then read them in place.
+    #[arg(long)]
+    alloc: bool,
     /// How long one line of the table may take, in seconds.
     #[arg(long, default_value_t = 300, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     line_timeout_s: u64,
@@ -154,6 +157,8 @@ struct Report<'a> {
     iters: u32,
     /// Every rank had one of the cores.
     bound: bool,
+    /// The tensors were the group's.
+    alloc: bool,
     checked: bool,
     results: &'a [Line],
 }
@@ -234,6 +239,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iters: arguments.iters,
         check: arguments.check,
         bind: arguments.bind,
+        alloc: arguments.alloc,
         device: device.to_string(),
         isolated: arguments.isolated,
         options: arguments.options,
@@ -246,7 +252,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ));
     }
     let ranks_as = format!(
-        "on {device}, {} ranks as {}{}{}, {} sums",
+        "on {device}, {} ranks as {}{}{}{}, {} sums",
         plan.ranks,
         match arguments.mode {
             Mode::Processes => "processes",
@@ -254,6 +260,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         },
         if plan.isolated { ", isolated" } else { "" },
         if plan.bind { ", bound" } else { "" },
+        if plan.alloc { ", the group's memory" } else { "" },
         arguments.dtype,
     );
     if !arguments.json {
@@ -316,6 +323,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             warmup: plan.warmup,
             iters: plan.iters,
             bound: plan.bind,
+            alloc: plan.alloc,
             checked: plan.check,
             results: &lines,
         };

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Configuration, DType, Epoch, Error, ErrorKind, Fingerprint, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Store, Tensor, deadline_in,
+    ProcessGroupExt, ReduceOp, Result, Store, Tensor, deadline_in,
 };
 
 use crate::GlooGroup;
+use crate::schedule::Algorithm;
 use crate::wire::{Control, ControlKind, DataHeader, EAGER, Hello, Purpose, SEGMENT, VERSION};
 
 pub(crate) fn soon() -> Instant {
@@ -169,6 +170,7 @@ pub(crate) fn data_header(seq: u64, length: u64) -> DataHeader {
         contributors: 1,
         length,
         fingerprint: op.fingerprint(),
+        lent: false,
     }
 }
 
@@ -396,6 +398,7 @@ fn the_registry_knows_gloo_for_the_cpu() {
 pub(crate) struct Neighbour {
     shared: crate::transport::shm::Rings<{ crate::transport::shm::COLLECTIVES }>,
     pub(crate) channels: crate::transport::shm::Rings<{ crate::transport::shm::MESSAGES }>,
+    tensors: crate::transport::shm::Neighbour,
     notices: crate::transport::shm::Notices,
     control: std::os::unix::net::UnixStream,
     _region: crate::transport::shm::Region,
@@ -419,7 +422,7 @@ impl Neighbour {
             std::thread::yield_now();
         }
         assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
-        let shared = region.open(1, 0, handles).unwrap();
+        let shared = region.open(1, 0, 1, handles).unwrap();
         let ready = Control {
             a: 1,
             ..frame(ControlKind::Ready, 0, 0)
@@ -428,6 +431,7 @@ impl Neighbour {
         Self {
             shared: shared.collectives,
             channels: shared.messages,
+            tensors: shared.tensors,
             notices: shared.notices,
             control,
             _region: region,
@@ -446,10 +450,63 @@ impl Neighbour {
         self.shared.writer.publish();
         self.shared.bell.ring();
     }
+
+    /// Offers to read in place, and then says where its part of the swap of [`LENT`] lies: its frames of both rounds.
+    fn lend(&mut self, place: u64) {
+        let offer = DataHeader {
+            lent: true,
+            ..lent_header(8, 0, 0)
+        };
+        self.write(&offer.encode());
+        for round in 0..2 {
+            let header = lent_header(Algorithm::Cross as u32, round, LENT as u64 * 2);
+            self.shared.writer.put(&header.encode());
+            self.shared.writer.put(&place.to_le_bytes());
+            self.shared.writer.pad();
+        }
+        self.write(&[]);
+    }
+
+    /// Gives `bytes` of rank 0's frames back.
+    fn give_back(&mut self, bytes: usize) {
+        let until = soon();
+        while self.shared.reader.available(bytes).unwrap() < bytes {
+            assert!(Instant::now() < until, "rank 0 sends nothing");
+            std::thread::yield_now();
+        }
+        self.shared.reader.take(bytes);
+        self.shared.reader.release();
+        self.shared.bell.ring();
+    }
+}
+
+/// Elements of f32 that two ranks would swap in place.
+const LENT: usize = 64 * 1024;
+
+fn lent_header(algorithm: u32, round: u32, length: u64) -> DataHeader {
+    let tensors = vec![Tensor::zeros(DType::F32, LENT)];
+    let op = ReduceOp::Sum;
+    DataHeader {
+        round,
+        algorithm,
+        length,
+        fingerprint: ftcore::Collective::AllReduce { tensors, op }.fingerprint(),
+        lent: true,
+        ..data_header(0, 0)
+    }
 }
 
 /// What rank 0 says after `misbehave` in shared memory, in a blocking call or in submitted work.
 fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Error {
+    swapped_with_neighbour(blocking, Tensor::zeros(DType::F32, 1000), misbehave).unwrap_err()
+}
+
+/// What comes of an all-reduce of `tensor`.
+fn swapped_with_neighbour(
+    blocking: bool,
+    tensor: Tensor,
+    misbehave: impl FnOnce(&mut Neighbour),
+) -> Result<Tensor> {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
     std::thread::scope(|scope| {
@@ -457,7 +514,6 @@ fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Er
         let mut neighbour = Neighbour::connect(&store);
         ours.join().unwrap();
         assert_eq!(group.transport(), "shm");
-        let tensor = Tensor::zeros(DType::F32, 1000);
         let e = if blocking {
             let tensors = vec![tensor];
             let op = ftcore::Collective::AllReduce {
@@ -465,14 +521,20 @@ fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Er
                 op: ReduceOp::Sum,
             };
             let group = &group;
-            let call = scope.spawn(move || group.run_blocking(op, Default::default()).unwrap_err());
+            let call = scope.spawn(move || group.run_blocking(op, Default::default()));
             misbehave(&mut neighbour);
-            let failed = call.join().unwrap();
+            let failed = match call.join().unwrap() {
+                Ok(mut completion) => return Ok(completion.tensors.remove(0)),
+                Err(failed) => failed,
+            };
             assert_eq!(failed.tensors.len(), 1);
             failed.error
         } else {
             let work = group.all_reduce(tensor, ReduceOp::Sum).unwrap();
             misbehave(&mut neighbour);
+            if work.wait(soon()).is_ok() {
+                return work.take_tensor();
+            }
             let e = work.wait(soon()).unwrap_err();
             assert_eq!(work.recover().len(), 1);
             e
@@ -482,8 +544,70 @@ fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Er
         let e = if e.kind() == ErrorKind::Poisoned { first } else { e };
         group.configure(configuration(&store, 2, 0, 1)).unwrap();
         group.barrier().unwrap();
-        e
+        Err(e)
     })
+}
+
+#[test]
+fn memory_that_a_neighbour_took_back_while_it_was_read_is_no_result() {
+    let mut theirs = crate::transport::shm::alloc(DType::F32, LENT).unwrap();
+    theirs.as_mut_slice::<f32>().unwrap().fill(2.0);
+    let place = crate::transport::shm::place_of(theirs.bytes()).unwrap();
+    let ours = || {
+        let mut tensor = crate::transport::shm::alloc(DType::F32, LENT).unwrap();
+        tensor.as_mut_slice::<f32>().unwrap().fill(1.0);
+        tensor
+    };
+    for blocking in [true, false] {
+        let swap = |gives_up: bool| {
+            swapped_with_neighbour(blocking, ours(), |n| {
+                if gives_up {
+                    drop(n.tensors.lend(0));
+                }
+                n.lend(place);
+                // Rank 0's offer, and where its first part lies.
+                n.give_back(3 * 64);
+                match gives_up {
+                    true => n.leave(),
+                    false => n.give_back(2 * 64),
+                }
+            })
+        };
+        let sum = swap(false).unwrap();
+        let sum = sum.as_slice::<f32>().unwrap();
+        // The neighbour's half is what it says it is: it has reduced nothing.
+        let (own, fetched) = sum.split_at(LENT / 2);
+        assert!(own.iter().all(|x| *x == 3.0) && fetched.iter().all(|x| *x == 2.0));
+        let e = swap(true).unwrap_err();
+        assert_eq!(
+            (e.kind(), e.context().peer),
+            (ErrorKind::PeerLost, Some(1)),
+            "{e}"
+        );
+    }
+}
+
+#[test]
+fn memory_that_a_neighbour_cannot_lend_is_a_protocol_error() {
+    let ways: [(&str, fn(&mut Neighbour)); 4] = [
+        ("beyond its end", |n| n.lend(1 << 60)),
+        ("a part of it beyond the end", |n| n.lend((64 << 30) - 64)),
+        ("not aligned", |n| n.lend(6)),
+        ("to a rank that swaps", |n| {
+            n.write(&lent_header(Algorithm::Exchange as u32, 0, LENT as u64 * 4).encode());
+        }),
+    ];
+    for blocking in [true, false] {
+        for (what, misbehave) in ways {
+            let ours = crate::transport::shm::alloc(DType::F32, LENT).unwrap();
+            let e = swapped_with_neighbour(blocking, ours, misbehave).unwrap_err();
+            assert!(
+                matches!(e.kind(), ErrorKind::Protocol | ErrorKind::Mismatch),
+                "{what}: {e}"
+            );
+            assert_eq!(e.context().peer, Some(1), "{what}: {e}");
+        }
+    }
 }
 
 #[test]

@@ -100,6 +100,7 @@ fn broadcast(send: impl FnOnce(&mut Stranger)) -> Result<Vec<u8>, Error> {
             contributors: 0,
             length: BYTES as u64,
             fingerprint: op().fingerprint(),
+            lent: false,
         };
         stranger.data.write_all(&header.encode()).unwrap();
         send(&mut stranger);

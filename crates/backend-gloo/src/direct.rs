@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor, time_left};
 
+use crate::execution::{may_swap_in_place, take_offer};
 use crate::executor::{Executor, Holder, timed_out};
 use crate::expected::{Expected, check_header, mismatch};
 use crate::kernels;
@@ -57,6 +58,8 @@ pub(crate) fn run(
             };
             let algorithm = all_reduce_algorithm(shared.place.world, tensor.byte_len(), true);
             match algorithm {
+                // The other rank may want to read it in place, too.
+                Algorithm::Exchange if may_swap_in_place(tensor.bytes()) => return None,
                 Algorithm::Exchange => {
                     let peer = 1 - shared.place.rank.min(1);
                     let done = call.exchange(tensor, *op, peer);
@@ -125,6 +128,7 @@ impl Call<'_> {
             contributors: u32::from(algorithm != Algorithm::Dissemination),
             length: length as u64,
             fingerprint: self.fingerprint,
+            lent: false,
         }
         .encode()
     }
@@ -199,7 +203,23 @@ impl Call<'_> {
                 fingerprint: self.fingerprint,
                 length: length as u64,
             };
+            if header.lent && algorithm == Algorithm::Exchange {
+                // It would have read this rank's memory in place; what it swaps follows.
+                check_header(
+                    &header,
+                    &Expected {
+                        length: 0,
+                        ..expected
+                    },
+                    port,
+                )?;
+                take_offer(port);
+                continue;
+            }
             check_header(&header, &expected, port)?;
+            if header.lent {
+                return Err(port.error(ErrorKind::Protocol, "lends memory where it has to send it"));
+            }
             if header.contributors > self.shared.place.world {
                 let text = format!("claims {} contributors", header.contributors);
                 return Err(port.error(ErrorKind::Protocol, text));

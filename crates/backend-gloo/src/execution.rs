@@ -14,11 +14,17 @@ use crate::expected::{Expected, check_header, mismatch};
 use crate::kernels;
 use crate::plan::{Plan, Prepare};
 use crate::port::{Port, Wire};
-use crate::schedule::{Buffer, Count, Landing, Local, Send, Span, may_begin_early, ready_early};
+use crate::schedule::{
+    Algorithm, Buffer, Count, Landing, Local, Send, Span, may_begin_early, ready_early, swap_in_place,
+};
 use crate::stripes;
 use crate::transfer::{PIECE, Receiving, STREAM_FROM, Sending, collect, copy, land, no_reduction, put};
+use crate::transport::shm::place_of;
 use crate::transport::tcp::Moved;
 use crate::wire::{DataHeader, Frame, STRIPE};
+
+/// Two ranks that swap less do not ask each other whether to read in place.
+const SWAP_IN_PLACE_FROM: usize = 128 * 1024;
 
 /// Passes over all sockets before the engine looks at control frames and aborts again.
 const PASSES: usize = 16;
@@ -54,16 +60,19 @@ pub(crate) struct Execution {
     pub(crate) submitted: Instant,
     pub(crate) wait_all: bool,
     place: Place,
+    /// The offer to read each other's memory in place, until the peer has said whether it does so, too.
+    offer: Option<Sending>,
+    // Before the memory: what is lent is taken back before it goes.
+    sends: Vec<Sending>,
+    /// The sends of the next round, once those of this one are out.
+    early: Vec<Sending>,
     plan: Plan,
     counts: Vec<u32>,
     completer: Completer,
     elements: usize,
     started: bool,
     round: usize,
-    sends: Vec<Sending>,
     recvs: Vec<Receiving>,
-    /// The sends of the next round, once those of this one are out.
-    early: Vec<Sending>,
 }
 
 /// What identifies a submitted collective.
@@ -87,6 +96,7 @@ impl Execution {
             wait_all: label.wait_all,
             elements: label.elements,
             place,
+            offer: None,
             plan,
             counts,
             completer,
@@ -103,6 +113,12 @@ impl Execution {
         self.start(stop)?;
         for _ in 0..PASSES {
             go_on(stop)?;
+            if self.offer.is_some() {
+                match self.agree(ports)? {
+                    Step::Finished => {}
+                    step => return Ok(step),
+                }
+            }
             if self.round >= self.plan.schedule.rounds.len() {
                 self.finish_memory(stop)?;
                 return Ok(Step::Finished);
@@ -146,9 +162,77 @@ impl Execution {
             self.prepare(stop)?;
             let before = std::mem::take(&mut self.plan.schedule.before);
             self.local(&before, stop)?;
-            self.begin_round();
+            if self.swaps_in_place() {
+                self.offer = self.outgoing(vec![offer_to(self.other())], 0).pop();
+                let headers = self.offer.iter_mut().map(|offer| &mut offer.header);
+                headers.for_each(DataHeader::lend);
+            } else {
+                self.begin_round();
+            }
         }
         Ok(())
+    }
+
+    /// The other one of two ranks.
+    fn other(&self) -> u32 {
+        1 - self.place.rank.min(1)
+    }
+
+    /// True if this is a swap of memory that the peer can read in place.
+    fn swaps_in_place(&self) -> bool {
+        let memory = &self.plan.memory;
+        let out = Span::new(Buffer::Out, 0..memory.len(Buffer::Out));
+        self.plan.schedule.algorithm == Algorithm::Exchange
+            && self.place.one_host
+            && memory
+                .slice(&out, 0)
+                .is_some_and(|bytes| bytes.len() == out.len() && may_swap_in_place(bytes))
+    }
+
+    /// Two ranks that both offer to read in place reduce a half each and fetch the other (`Cross`); if one does not, they swap. `Finished` once that
+    /// is decided.
+    fn agree(&mut self, ports: &mut [Option<Port>]) -> Result<Step> {
+        let peer = self.other();
+        let wanted = self.wanted(0, 0);
+        let port = at(ports, peer)?;
+        if let (Some(offer), Wire::Memory(memory)) = (&mut self.offer, &mut port.wire)
+            && !offer.is_finished()
+        {
+            put(memory, offer, &self.plan.memory).map_err(|e| port.blame(e))?;
+            port.ring();
+        }
+        let port = at(ports, peer)?;
+        port.fill().map_err(|e| port.blame(e))?;
+        let Some(header) = port
+            .header
+            .filter(|_| self.offer.as_ref().is_some_and(Sending::is_finished))
+        else {
+            return Ok(match port.read_closed() {
+                true => Step::Blocked(peer),
+                false => Step::Waiting,
+            });
+        };
+        if header.lent {
+            check_header(&header, &wanted, port)?;
+            take_offer(port);
+            let bytes = self.plan.memory.len(Buffer::Out);
+            self.plan.schedule = swap_in_place(self.place.rank, bytes, self.plan.dtype.size());
+        }
+        self.offer = None;
+        self.begin_round();
+        Ok(Step::Finished)
+    }
+
+    /// What the header of round `round` from a peer must be, before `length` bytes.
+    fn wanted(&self, round: usize, length: usize) -> Expected {
+        Expected {
+            epoch: self.place.epoch,
+            seq: self.seq,
+            round,
+            algorithm: self.plan.schedule.algorithm,
+            fingerprint: self.plan.fingerprint,
+            length: length as u64,
+        }
     }
 
     /// While an operation before it waits for others: sends of its first round what goes. True if bytes moved.
@@ -157,6 +241,12 @@ impl Execution {
         let mut moved = false;
         // A rank that is gone is missed when it is this operation's turn.
         let mut blocked = None;
+        if let Some(offer) = self.offer.as_mut().filter(|offer| !offer.is_finished()) {
+            let port = at(ports, offer.send.peer)?;
+            if let Wire::Memory(memory) = &mut port.wire {
+                moved = put(memory, offer, &self.plan.memory).map_err(|e| port.blame(e))?;
+            }
+        }
         for index in 0..self.sends.len() {
             moved |= self.push(index, ports, &mut blocked)?;
         }
@@ -170,7 +260,10 @@ impl Execution {
     pub(crate) fn has_sent(&self) -> bool {
         let mut now = self.sends.iter().chain(&self.early);
         let mut later = self.plan.schedule.rounds.iter().skip(self.round + 1);
-        self.started && now.all(Sending::is_finished) && later.all(|round| round.sends.is_empty())
+        self.started
+            && self.offer.is_none()
+            && now.all(Sending::is_finished)
+            && later.all(|round| round.sends.is_empty())
     }
 
     fn prepare(&mut self, stop: &AtomicBool) -> Result<()> {
@@ -272,8 +365,11 @@ impl Execution {
                 contributors,
                 length: send.from.len() as u64,
                 fingerprint: self.plan.fingerprint,
+                lent: false,
             };
-            Sending::new(send, header.encode())
+            let mut sending = Sending::new(send, header.encode());
+            sending.may_lend = may_lend(self.plan.schedule.algorithm);
+            sending
         };
         sends.into_iter().map(with_header).collect()
     }
@@ -363,6 +459,11 @@ impl Execution {
     /// Reads some of a receive; true if bytes moved.
     fn pull(&mut self, index: usize, ports: &mut [Option<Port>], blocked: &mut Option<u32>) -> Result<bool> {
         let (dtype, op, round, frame) = (self.plan.dtype, self.plan.op, self.round, self.frame());
+        let swaps = self.plan.schedule.algorithm == Algorithm::Exchange;
+        let (offered, wanted) = (
+            self.wanted(round, 0),
+            self.wanted(round, self.recvs.get(index).map_or(0, |r| r.recv.into.len())),
+        );
         let limit = self.limit(index);
         let Some(receiving) = self.recvs.get_mut(index).filter(|r| !r.is_finished()) else {
             return Ok(false);
@@ -381,17 +482,21 @@ impl Execution {
                 return Ok(false);
             }
             let expected = receiving.recv.into.len() as u64;
-            let wanted = Expected {
-                epoch: self.place.epoch,
-                seq: self.seq,
-                round,
-                algorithm: self.plan.schedule.algorithm,
-                fingerprint: self.plan.fingerprint,
-                length: expected,
-            };
+            if header.lent && swaps && matches!(port.wire, Wire::Memory(_)) {
+                // It would have read this rank's memory in place; what it swaps follows.
+                check_header(&header, &offered, port)?;
+                take_offer(port);
+                return Ok(true);
+            }
             check_header(&header, &wanted, port)?;
+            if header.lent
+                && (expected == 0 || !may_lend(wanted.algorithm) || matches!(port.wire, Wire::Socket(_)))
+            {
+                return Err(port.error(ErrorKind::Protocol, "lends memory where it has to send it"));
+            }
             port.header = None;
             receiving.open = true;
+            receiving.lent = header.lent;
             let striped = stripes::is_striped(port, receiving.recv.into.len());
             if striped {
                 receiving.pieces = vec![false; receiving.recv.into.len().div_ceil(STRIPE)];
@@ -429,7 +534,7 @@ impl Execution {
         let memory = &mut self.plan.memory;
         let moved = if let Wire::Memory(ring) = &mut port.wire {
             let moved = land(ring, receiving, memory, dtype, op, limit);
-            let closed = ring.closed.is_some();
+            let closed = ring.closed.is_some() || (receiving.lent && ring.tensors.gave_up());
             let moved = moved.map_err(|e| port.blame(e))?;
             // Not while it waits for its turn: what it needs may lie in the ring of a rank that has done its part and left.
             if !moved && closed && receiving.done < limit {
@@ -568,8 +673,11 @@ impl Execution {
     }
 
     /// Ends it with `error`; the tensors go back, since nothing else ever touches them.
-    pub(crate) fn fail(self, error: Error) {
+    pub(crate) fn fail(mut self, error: Error) {
         let error = self.context(error);
+        // A peer that reads them must know first that they may change.
+        self.sends.clear();
+        self.early.clear();
         self.completer.fail(error, self.plan.memory.into_given());
     }
 
@@ -582,6 +690,35 @@ impl Execution {
             Err(error) => self.fail(error),
         }
     }
+}
+
+/// An empty frame.
+fn offer_to(peer: u32) -> Send {
+    Send {
+        peer,
+        from: Span::empty(),
+        slot: None,
+    }
+}
+
+/// An offer was read.
+pub(crate) fn take_offer(port: &mut Port) {
+    port.header = None;
+    if let Wire::Memory(memory) = &mut port.wire {
+        memory.release();
+        memory.count_received(0);
+        memory.ring();
+    }
+}
+
+/// True if two ranks that swap `bytes` had better read them in place.
+pub(crate) fn may_swap_in_place(bytes: &[u8]) -> bool {
+    bytes.len() >= SWAP_IN_PLACE_FROM && place_of(bytes).is_some()
+}
+
+/// A swap writes over what it sends, and the short way (`direct`) reads payloads only.
+fn may_lend(algorithm: Algorithm) -> bool {
+    !matches!(algorithm, Algorithm::Exchange | Algorithm::Direct)
 }
 
 fn at(ports: &mut [Option<Port>], rank: u32) -> Result<&mut Port> {

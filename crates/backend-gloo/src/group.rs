@@ -9,7 +9,7 @@ use ftcore::lifecycle::{Engine, Lifecycle, Split};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, DType, DTypeSet, Device, Error, Failed, Feature,
     FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions,
-    Traffic, Work, deadline_in, names, notes,
+    Tensor, Traffic, Work, deadline_in, names, notes,
 };
 
 use crate::engine;
@@ -18,7 +18,7 @@ use crate::executor::Executor;
 use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
 use crate::schedule::Hosts;
-use crate::transport::shm::Bells;
+use crate::transport::shm::{self, Bells};
 use crate::transport::tcp::Counters;
 use crate::{kernels, rendezvous};
 
@@ -269,6 +269,11 @@ impl ProcessGroup for GlooGroup {
                 tensors: op.into_tensors(),
             })),
         }
+    }
+
+    /// In memory that the other ranks of this host read in place, where the system allows it.
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        Ok(shm::alloc(dtype, count).unwrap_or_else(|| Tensor::zeros(dtype, count)))
     }
 
     fn split(

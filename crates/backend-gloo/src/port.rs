@@ -9,7 +9,7 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::stripes::Rail;
-use crate::transport::shm::{COLLECTIVES, Reader, Ringer, Rings, Writer};
+use crate::transport::shm::{COLLECTIVES, Neighbour, Reader, Ringer, Rings, Writer};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::DataHeader;
 
@@ -31,6 +31,7 @@ pub(crate) struct Memory {
     pub(crate) writer: Writer,
     pub(crate) reader: Reader,
     bell: Ringer<COLLECTIVES>,
+    pub(crate) tensors: Neighbour,
     counters: Arc<Counters>,
     /// Written or taken since the peer's bell was last rung.
     pub(crate) stirred: bool,
@@ -39,11 +40,12 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(rings: Rings<COLLECTIVES>, counters: Arc<Counters>) -> Self {
+    pub(crate) fn new(rings: Rings<COLLECTIVES>, tensors: Neighbour, counters: Arc<Counters>) -> Self {
         Self {
             writer: rings.writer,
             reader: rings.reader,
             bell: rings.bell,
+            tensors,
             counters,
             stirred: false,
             closed: None,
@@ -282,6 +284,7 @@ mod tests {
             contributors: 1,
             length: 8,
             fingerprint: Fingerprint::decode(&[9; 24]),
+            lent: false,
         };
         let bytes = header.encode();
         let (first, rest) = bytes.split_at(20);

@@ -370,6 +370,7 @@ mod tests {
             contributors: 1,
             length: bytes as u64,
             fingerprint: Collective::Barrier.fingerprint(),
+            lent: false,
         };
         let send_of = Send {
             peer: 1,

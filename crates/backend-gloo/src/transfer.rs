@@ -10,6 +10,7 @@ use crate::kernels;
 use crate::port::{Memory as Rings, Port};
 use crate::schedule::{Landing, Recv, Send, Span};
 use crate::stripes;
+use crate::transport::shm::{Lent, place_of};
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::DataHeader;
 
@@ -19,6 +20,12 @@ pub(crate) const PIECE: usize = 256 * 1024;
 const WRITE: usize = 192 * 1024;
 /// What goes into a ring, or out of it, before the peer is shown.
 pub(crate) const CHUNK: usize = 32 * 1024;
+/// Payloads from this size on are read where they lie, if the peer can: less is copied sooner than it is agreed upon.
+const LEND_FROM: usize = 16 * 1024;
+/// What is read there before this rank looks elsewhere.
+const LENT_CHUNK: usize = 256 * 1024;
+/// The bytes that say where.
+const PLACE: usize = 8;
 /// Results of at least this many bytes are written past the caches: with the inputs, and on every rank of the host, they are
 /// more than these hold.
 pub(crate) const STREAM_FROM: usize = kernels::STREAM_FROM / 2;
@@ -27,7 +34,11 @@ pub(crate) const STREAM_FROM: usize = kernels::STREAM_FROM / 2;
 pub(crate) struct Sending {
     pub(crate) send: Send,
     pub(crate) header: [u8; DataHeader::BYTES],
-    /// Of header and payload; over several connections up to the first byte that is not out.
+    /// Its payload may stay where it is, if the peer can read it there.
+    pub(crate) may_lend: bool,
+    /// The peer reads it there.
+    lent: Option<Lent>,
+    /// Of header and payload; over several connections up to the first byte that is not out. What is lent is out once it is back.
     pub(crate) done: usize,
     /// Its payload goes over several connections.
     pub(crate) striped: bool,
@@ -40,6 +51,8 @@ impl Sending {
         Self {
             send,
             header,
+            may_lend: false,
+            lent: None,
             done: 0,
             striped: false,
             given: 0,
@@ -68,6 +81,10 @@ pub(crate) struct Receiving {
     pub(crate) open: bool,
     /// Bytes of payload that have landed.
     pub(crate) done: usize,
+    /// The payload stays in the sender's memory;
+    pub(crate) lent: bool,
+    /// there.
+    place: Option<u64>,
     /// Bytes that wait for the kernel.
     pub(crate) piece: Vec<u8>,
     pub(crate) filled: usize,
@@ -81,6 +98,8 @@ impl Receiving {
             recv,
             open: false,
             done: 0,
+            lent: false,
+            place: None,
             piece: Vec::new(),
             filled: 0,
             pieces: Vec::new(),
@@ -130,8 +149,21 @@ pub(crate) fn write(link: &mut Link, sending: &mut Sending, memory: &Memory, rea
 
 /// Puts some of a send into a ring; true if bytes moved.
 pub(crate) fn put(ring: &mut Rings, sending: &mut Sending, memory: &Memory) -> Result<bool> {
+    if let Some(lent) = sending.lent.take() {
+        if !ring.writer.is_back(lent.until)? {
+            sending.lent = Some(lent);
+            return Ok(false);
+        }
+        lent.returned();
+        sending.done = DataHeader::BYTES + sending.send.from.len();
+        ring.count_sent(sending.send.from.len());
+        return Ok(true);
+    }
     let mut moved = false;
     if sending.done == 0 {
+        if let Some(place) = place_to_lend(sending, memory) {
+            return lend(ring, sending, place);
+        }
         if ring.writer.room(DataHeader::BYTES)? < DataHeader::BYTES {
             return Ok(false);
         }
@@ -166,6 +198,120 @@ pub(crate) fn put(ring: &mut Rings, sending: &mut Sending, memory: &Memory) -> R
     Ok(moved)
 }
 
+/// Where the payload lies, if the peer can read it there and that pays.
+fn place_to_lend(sending: &Sending, memory: &Memory) -> Option<u64> {
+    let from = &sending.send.from;
+    if !sending.may_lend || from.len() < LEND_FROM {
+        return None;
+    }
+    let whole = memory.slice(from, 0).filter(|slice| slice.len() == from.len())?;
+    place_of(whole)
+}
+
+/// Tells the peer where the payload lies; true if there was room for it.
+fn lend(ring: &mut Rings, sending: &mut Sending, place: u64) -> Result<bool> {
+    const FRAME: usize = DataHeader::BYTES + PLACE;
+    if ring.writer.room(FRAME)? < FRAME {
+        return Ok(false);
+    }
+    DataHeader::lend(&mut sending.header);
+    ring.writer.put(&sending.header);
+    ring.writer.put(&place.to_le_bytes());
+    ring.writer.pad();
+    // Before the peer sees it.
+    sending.lent = Some(ring.tensors.lend(ring.writer.position()));
+    sending.done = DataHeader::BYTES;
+    ring.publish();
+    Ok(true)
+}
+
+/// As [`land`], out of the sender's memory.
+fn read_lent(
+    ring: &mut Rings,
+    receiving: &mut Receiving,
+    memory: &mut Memory,
+    dtype: DType,
+    op: Option<ReduceOp>,
+    limit: usize,
+) -> Result<bool> {
+    let total = receiving.recv.into.len();
+    let place = match receiving.place {
+        Some(place) => place,
+        None => {
+            let here = ring.reader.available(PLACE)? >= PLACE;
+            let Some(bytes) = ring.reader.peek::<PLACE>().filter(|_| here) else {
+                return Ok(false);
+            };
+            let place = u64::from_le_bytes(bytes);
+            if !place.is_multiple_of(dtype.size() as u64) {
+                let text = format!("lends {dtype} at {place} of its memory, which is not aligned for it");
+                return Err(Error::new(ErrorKind::Protocol, text));
+            }
+            *receiving.place.insert(place)
+        }
+    };
+    let done = receiving.done;
+    let len = total.min(limit).saturating_sub(done).min(LENT_CHUNK);
+    if len == 0 || ring.tensors.gave_up() {
+        return Ok(false);
+    }
+    let from = place.saturating_add(done as u64);
+    let data = ring.tensors.read(from, len)?;
+    apply(receiving, memory, dtype, op, data)?;
+    if done + len == total {
+        if ring.tensors.gave_up() {
+            return Ok(false);
+        }
+        ring.reader.take(PLACE);
+        ring.reader.pad();
+        ring.count_received(total);
+        ring.release();
+        ring.ring();
+    }
+    receiving.done += len;
+    Ok(true)
+}
+
+/// Lets `data`, the next bytes of a payload, land.
+fn apply(
+    receiving: &mut Receiving,
+    memory: &mut Memory,
+    dtype: DType,
+    op: Option<ReduceOp>,
+    data: &[u8],
+) -> Result<()> {
+    let op = || op.ok_or_else(no_reduction);
+    let (into, done) = (&receiving.recv.into, receiving.done);
+    match &receiving.recv.landing {
+        Landing::Copy | Landing::Past => {
+            // What does not fit into the cache goes past it, unless it is about to be sent on.
+            let large = into.len() >= STREAM_FROM || receiving.recv.landing == Landing::Past;
+            memory.fold(into, done, data, |into, data| {
+                copy(large, into, data);
+                Ok(())
+            })
+        }
+        Landing::Reduce | Landing::ReduceNext | Landing::Exchange => {
+            memory.fold(into, done, data, |into, data| {
+                kernels::reduce(dtype, op()?, into, data)
+            })
+        }
+        Landing::ReduceWith(with) => {
+            let apart = memory.fold_with(into, with, done, data, |into, wire, own| {
+                kernels::reduce_into(dtype, op()?, into, wire, own)
+            })?;
+            if apart {
+                return Ok(());
+            }
+            receiving.piece.clear();
+            receiving.piece.extend_from_slice(data);
+            memory.land(into, done, Some(with), &mut receiving.piece, |a, b| {
+                kernels::reduce(dtype, op()?, a, b)
+            })
+        }
+    }
+}
+
 /// Takes what a ring has for a receive, up to `limit`; true if bytes moved.
 pub(crate) fn land(
     ring: &mut Rings,
@@ -175,11 +321,11 @@ pub(crate) fn land(
     op: Option<ReduceOp>,
     limit: usize,
 ) -> Result<bool> {
+    if receiving.lent {
+        return read_lent(ring, receiving, memory, dtype, op, limit);
+    }
     let total = receiving.recv.into.len();
     let element = dtype.size();
-    // What does not fit into the cache goes past it, unless it is about to be sent on.
-    let large = total >= STREAM_FROM;
-    let op = || op.ok_or_else(no_reduction);
     let mut moved = false;
     while !receiving.is_finished() {
         let most = total.min(limit).saturating_sub(receiving.done).min(CHUNK);
@@ -189,30 +335,8 @@ pub(crate) fn land(
         if data.is_empty() {
             break;
         }
-        let (into, done, len) = (&receiving.recv.into, receiving.done, data.len());
-        match &receiving.recv.landing {
-            Landing::Copy | Landing::Past => memory.fold(into, done, data, |into, data| {
-                copy(large || receiving.recv.landing == Landing::Past, into, data);
-                Ok(())
-            })?,
-            Landing::Reduce | Landing::ReduceNext | Landing::Exchange => {
-                memory.fold(into, done, data, |into, data| {
-                    kernels::reduce(dtype, op()?, into, data)
-                })?;
-            }
-            Landing::ReduceWith(with) => {
-                let apart = memory.fold_with(into, with, done, data, |into, wire, own| {
-                    kernels::reduce_into(dtype, op()?, into, wire, own)
-                })?;
-                if !apart {
-                    receiving.piece.clear();
-                    receiving.piece.extend_from_slice(data);
-                    memory.land(into, done, Some(with), &mut receiving.piece, |a, b| {
-                        kernels::reduce(dtype, op()?, a, b)
-                    })?;
-                }
-            }
-        }
+        let len = data.len();
+        apply(receiving, memory, dtype, op, data)?;
         receiving.done += len;
         ring.reader.take(len);
         moved = true;

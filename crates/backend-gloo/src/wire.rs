@@ -19,11 +19,12 @@ pub(crate) const INLINE: usize = 8 * 1024;
 pub(crate) const EAGER: usize = 1024 * 1024;
 
 const DATA_MAGIC: u32 = 0x4F58_4744; // "OXGD"
+const LENT_MAGIC: u32 = 0x4F58_474C; // "OXGL"
 const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
 const PIECE_MAGIC: u32 = 0x4F58_4750; // "OXGP"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 6;
+pub(crate) const VERSION: u32 = 7;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -78,15 +79,23 @@ pub(crate) struct DataHeader {
     /// Bytes of payload.
     pub(crate) length: u64,
     pub(crate) fingerprint: Fingerprint,
+    /// The payload does not follow, but where it lies in its sender's memory (`u64`).
+    pub(crate) lent: bool,
 }
 
 impl DataHeader {
     pub(crate) const BYTES: usize = 64;
 
+    /// Makes of an encoded header one whose payload is lent.
+    pub(crate) fn lend(encoded: &mut [u8; Self::BYTES]) {
+        let mut put = Put(encoded);
+        put.u32(LENT_MAGIC);
+    }
+
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = [0; Self::BYTES];
         let mut put = Put(&mut out);
-        put.u32(DATA_MAGIC);
+        put.u32(if self.lent { LENT_MAGIC } else { DATA_MAGIC });
         put.u32(self.round);
         put.u64(self.epoch);
         put.u64(self.seq);
@@ -100,9 +109,11 @@ impl DataHeader {
     /// `None` if the magic is wrong.
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let mut take = Take(bytes);
-        if take.u32() != DATA_MAGIC {
-            return None;
-        }
+        let lent = match take.u32() {
+            DATA_MAGIC => false,
+            LENT_MAGIC => true,
+            _ => return None,
+        };
         let round = take.u32();
         let (epoch, seq) = (take.u64(), take.u64());
         let (algorithm, contributors) = (take.u32(), take.u32());
@@ -116,6 +127,7 @@ impl DataHeader {
             contributors,
             length,
             fingerprint,
+            lent,
         })
     }
 }
@@ -439,8 +451,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn data_headers_round_trip(epoch: u64, seq: u64, round: u32, algorithm: u32, contributors: u32, length: u64, fp: [u8; 24]) {
-            let h = DataHeader { epoch, seq, round, algorithm, contributors, length, fingerprint: Fingerprint::decode(&fp) };
+        fn data_headers_round_trip(epoch: u64, seq: u64, round: u32, algorithm: u32, contributors: u32, length: u64, fp: [u8; 24], lent: bool) {
+            let h = DataHeader { epoch, seq, round, algorithm, contributors, length, fingerprint: Fingerprint::decode(&fp), lent };
             prop_assert_eq!(DataHeader::decode(&h.encode()), Some(h));
         }
 

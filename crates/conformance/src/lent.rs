@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, GroupInfo, ProcessGroup,
-    Rejected, Result, SubmitOptions, Traffic, Work,
+    Capabilities, Checked, Completion, Configuration, DType, Error, ErrorKind, Failed, GroupInfo,
+    ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
 };
 
 /// One rank's end of a group that outlives the case.
@@ -70,6 +70,10 @@ impl ProcessGroup for Lent {
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         self.0.group.execute(op, options)
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        self.0.group.alloc(dtype, count)
     }
 
     fn split(

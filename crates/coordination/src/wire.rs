@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Credentials, Error, ErrorKind, Result};
 use tonic::codegen::http::HeaderMap;
 use tonic::{Code, Status};
 
@@ -361,7 +361,9 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         Code::Cancelled if !local || expired => ErrorKind::Timeout,
         // A failure of the connection, whatever code it was given on the way.
         Code::Cancelled | Code::Unavailable => ErrorKind::Unavailable,
-        Code::Unknown | Code::Internal | Code::PermissionDenied if local => ErrorKind::Unavailable,
+        Code::Unknown | Code::Internal if local => ErrorKind::Unavailable,
+        // HTTP/2's INADEQUATE_SECURITY, which a server with credentials tells a caller that speaks no TLS: no later attempt fares better.
+        Code::PermissionDenied if local => ErrorKind::InvalidArgument,
         Code::InvalidArgument | Code::OutOfRange => ErrorKind::InvalidArgument,
         Code::NotFound => ErrorKind::NotFound,
         Code::AlreadyExists => ErrorKind::Conflict,
@@ -383,6 +385,9 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         }
         cause = c.source();
     }
+    if local && status.code() == Code::PermissionDenied {
+        text = format!("{text}; {}", without_credentials());
+    }
     let error = Error::new(kind, text)
         .with_op(op)
         .with_peer_address(url)
@@ -392,6 +397,14 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
     } else {
         error
     }
+}
+
+/// What to do about a server that asks for credentials, where this process speaks to it without.
+pub(crate) fn without_credentials() -> String {
+    format!(
+        "set {} to the folder of this job's credentials, and use the server's https:// URL",
+        Credentials::VARIABLE
+    )
 }
 
 fn is_refusal(error: &std::io::Error) -> bool {

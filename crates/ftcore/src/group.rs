@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::{
-    Cancel, Capabilities, Checked, Completion, Device, Error, Failed, Rejected, Result, Store, SubmitOptions,
-    Work,
+    Cancel, Capabilities, Checked, Completion, DType, Device, Error, Failed, Rejected, Result, Store,
+    SubmitOptions, Tensor, Work,
 };
 
 /// The generation of a group's configuration. Every frame carries it (INV-1).
@@ -148,6 +148,15 @@ pub trait ProcessGroup: Send + Sync {
     /// failure, in the order of [`Collective::tensors`](crate::Collective::tensors), and nothing touches their memory any more.
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         execute_by_submit(self, op, options)
+    }
+
+    /// A one-dimensional host tensor of `count` zeros, in the memory that this group moves with the least copying: between ranks of one host, gloo reduces
+    /// and gathers straight out of it. The group's operations take any tensor, on any mixture of ranks; this changes their time only. It needs no
+    /// other rank, may come before `configure`, and outlives the group. For what is used again and again: making it costs a page fault per page.
+    ///
+    /// Groups that have no such memory give that of [`Tensor::zeros`].
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        Ok(Tensor::zeros(dtype, count))
     }
 
     /// Makes a group of the ranks that pass the same `color`, ordered by (`key`, rank); `None` for ranks that pass no

@@ -279,6 +279,10 @@ impl ProcessGroup for CountedGroup {
         }
     }
 
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        self.inner.alloc(dtype, count)
+    }
+
     fn split(
         &self,
         color: Option<u32>,

@@ -11,7 +11,7 @@ use ftcore::lifecycle::{Engine as _, Lifecycle, leave_at_exit};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, DeviceKind, Error,
     ErrorKind, Failed, Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result,
-    SubmitOptions, Traffic, Work, deadline_in, wrong_device,
+    SubmitOptions, Tensor, Traffic, Work, deadline_in, wrong_device,
 };
 
 use crate::agree::Agreement;
@@ -436,6 +436,10 @@ impl ProcessGroup for QuantizedGroup {
             let tensors = work.recover();
             Box::new(Failed { error, tensors })
         })
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        self.layer.inner.alloc(dtype, count)
     }
 
     fn split(

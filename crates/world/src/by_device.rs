@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::{self, Lifecycle};
 use ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DTypeSet, Device, Error, ErrorKind, Failed,
-    Feature, FeatureSet, GroupInfo, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Error, ErrorKind,
+    Failed, Feature, FeatureSet, GroupInfo, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Tensor,
+    Traffic, Work,
 };
 
 /// After the failure of another member one that connects gets so long to hear of it by itself, and perhaps more.
@@ -265,6 +266,14 @@ impl ProcessGroup for ByDevice {
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         let (member, op) = self.hand_over(op.into_inner(), &options)?;
         member.group.execute(op, options)
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        // Host memory: of the member that serves it.
+        match self.members.iter().find(|m| m.device.is_cpu()) {
+            Some(member) => member.group.alloc(dtype, count),
+            None => Ok(Tensor::zeros(dtype, count)),
+        }
     }
 
     fn split(

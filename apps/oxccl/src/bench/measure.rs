@@ -174,6 +174,7 @@ impl Runner<'_> {
         };
         let make = |&count: &usize| match self.memory {
             Some(memory) => memory.accelerator.alloc(memory.device.index, dtype, &[count]),
+            None if self.plan.alloc => self.group.alloc(dtype, count),
             None => Ok(Tensor::zeros(dtype, count)),
         };
         counts.iter().map(make).collect()

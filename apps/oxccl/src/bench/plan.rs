@@ -206,6 +206,9 @@ pub(super) struct Plan {
     /// Every rank has one of the cores; they take turns.
     #[serde(default)]
     pub(super) bind: bool,
+    /// Tensors are the group's.
+    #[serde(default)]
+    pub(super) alloc: bool,
     pub(super) row_limit_ms: u64,
 }
 
@@ -231,6 +234,7 @@ impl Plan {
             iters: 1,
             check: false,
             bind: false,
+            alloc: false,
             row_limit_ms: u64::try_from(row_limit.as_millis()).unwrap_or(u64::MAX),
         }
     }

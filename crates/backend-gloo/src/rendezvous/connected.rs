@@ -74,7 +74,11 @@ impl Rendezvous<'_> {
                     }
                     let counters = self.counters.clone();
                     channels.push(Some(Channel::local(rank, address, shared.messages, counters)));
-                    Wire::Memory(Memory::new(shared.collectives, self.counters.clone()))
+                    Wire::Memory(Memory::new(
+                        shared.collectives,
+                        shared.tensors,
+                        self.counters.clone(),
+                    ))
                 }
                 (Some(mut data), Some(messages), None) => {
                     channels.push(Some(Channel::remote(rank, address, messages)));

@@ -350,7 +350,7 @@ impl Rendezvous<'_> {
         let memory = match &self.local {
             Some((_, region)) if purpose == Purpose::Local => {
                 let own = self.configuration.rank;
-                let opened = region.open(own, rank, handles);
+                let opened = region.open(own, rank, hello.process, handles);
                 let opened = opened.map_err(|e| self.named(e.with_peer(rank)))?;
                 let offered = self.lines.get(rank as usize).cloned().flatten();
                 let line = match (hello.line, offered) {

@@ -319,6 +319,11 @@ fn all_reduce_by(algorithm: Algorithm, rank: u32, world: u32, bytes: usize, elem
     }
 }
 
+/// The all-reduce of two ranks that read each other's memory in place: a half each, and then the other one's.
+pub(crate) fn swap_in_place(rank: u32, bytes: usize, element: usize) -> Schedule {
+    exchange::all_reduce_cross(rank, 2, bytes, element)
+}
+
 /// A function of what all ranks agree on: world size, bytes, and whether all share memory (INV-3).
 pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize, one_host: bool) -> Algorithm {
     if world <= 1 {

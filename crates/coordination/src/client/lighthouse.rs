@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, join_address, split_url};
+use ftcore::{Error, ErrorKind, Result, join_address, split_url};
 use identity::Party;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::MissedTickBehavior;
@@ -16,7 +16,7 @@ use crate::lighthouse::LighthouseStatus;
 use crate::lighthouses::{Lighthouses, Search};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft, without_credentials};
 use protocol::quorum::Order;
 use protocol::{Member, Quorum};
 
@@ -226,8 +226,8 @@ async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
     // What a server with TLS says to a request without.
     if answer.starts_with(b"HTTP/1.1 403") {
         return Err(Error::invalid(format!(
-            "'{url}': that server asks for credentials: set {} to their folder, and use its https:// URL",
-            Credentials::VARIABLE
+            "'{url}': that server asks for credentials; {}",
+            without_credentials()
         )));
     }
     if !answer.starts_with(b"HTTP/1.1 200") {

@@ -159,3 +159,17 @@ fn small_buckets_wait_for_one_way_each_where_ways_are_long() {
     };
     assert!(near(time(1 << 18), time(100 << 18), 0.02));
 }
+
+#[test]
+fn the_last_bucket_is_paid_for_although_it_is_not_full() {
+    let links = uniform(4, 1, 10e9, 0.001);
+    let (costs, group) = (Costs::new(&links), Group::all(&links));
+    let sent = |values| {
+        let cost = Format::F32.in_buckets(&costs, &group, values, 1 << 18).unwrap();
+        (cost.sent.0, cost.time.get())
+    };
+    let ((full, in_full), (more, longer)) = (sent(4 << 18), sent((4 << 18) + (1 << 17)));
+    // Half a bucket more than four, but for the headers.
+    assert!(near(more as f64, full as f64 * 4.5 / 4.0, 0.01), "{more} {full}");
+    assert!(longer > in_full);
+}

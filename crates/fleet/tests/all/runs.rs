@@ -1,4 +1,4 @@
-use oxccl_fleet::{Fleet, Method, Outcome, Seconds, Workload, simulate};
+use oxccl_fleet::{Fleet, Method, Outcome, Seconds, Workload, lighthouse_call, simulate};
 
 fn seconds(s: f64) -> Seconds {
     Seconds::new(s).unwrap()
@@ -113,6 +113,19 @@ fn a_slow_lighthouse_is_waited_for() {
     near(slow.efficiency, 0.5, 0.01);
     near(quick.lighthouse, 0.5, 0.01);
     near(slow.lighthouse, 1.0, 0.01);
+}
+
+#[test]
+fn the_lighthouse_has_a_time_for_each_size_and_not_for_the_measured_ones_only() {
+    let call = |replicas| lighthouse_call(replicas).get();
+    near(call(64), 1.4e-3 / 64.0, 1e-9);
+    near(call(1_024), 34.7e-3 / 1_024.0, 1e-9);
+    // Twice 1,024 is half of the way, by the logarithm, to four times 1,024.
+    near(call(2_048), f64::midpoint(call(1_024), call(4_096)), 1e-9);
+    let sizes: Vec<f64> = (6..17).map(|power| call(1 << power)).collect();
+    assert!(sizes.windows(2).all(|w| w[0] < w[1]), "{sizes:?}");
+    // Those beyond follow the last two.
+    near(call(65_536) - call(16_384), call(16_384) - call(4_096), 1e-9);
 }
 
 #[test]

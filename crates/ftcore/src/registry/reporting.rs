@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use crate::{
-    Capabilities, Checked, Completion, Configuration, Error, Failed, GroupInfo, ProcessGroup, Rejected,
-    Result, SubmitOptions, Traffic, Work,
+    Capabilities, Checked, Completion, Configuration, DType, Error, Failed, GroupInfo, ProcessGroup,
+    Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
 };
 
 struct Reporting {
@@ -42,6 +42,10 @@ impl ProcessGroup for Reporting {
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         self.inner.execute(op, options)
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        self.inner.alloc(dtype, count)
     }
 
     fn split(

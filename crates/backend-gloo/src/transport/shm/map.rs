@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use ftcore::{Error, ErrorKind, Result};
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 /// The size of a page: sections of a region begin at multiples of it.
 pub(super) const PAGE: usize = 4096;
@@ -62,6 +62,22 @@ impl Mapping {
         made(result, len)
     }
 
+    /// Maps the first `len` bytes of `fd` for reading; likewise.
+    pub(super) fn to_read(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        // SAFETY: as above.
+        let result = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        };
+        made(result, len)
+    }
+
     /// `len` bytes of this process only.
     pub(super) fn private(len: usize) -> Result<Self> {
         // SAFETY: as above.
@@ -87,6 +103,28 @@ impl Mapping {
         let base = unsafe { self.base.add(at) };
         let whole = self.whole.clone();
         Ok(Self { base, len, whole })
+    }
+
+    /// The address of byte `at`.
+    pub(super) fn address(&self, at: usize) -> Option<NonNull<u8>> {
+        // SAFETY: inside the mapping (checked).
+        (at < self.len).then(|| unsafe { self.base.add(at) })
+    }
+
+    /// Asks for huge pages, where the system leaves that to programs. A refusal changes nothing.
+    pub(super) fn prefer_huge_pages(&self) {
+        // SAFETY: the advice is about this mapping, and changes neither what is in it nor how it may be used.
+        let _ = unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
+    }
+
+    /// Empties `len` bytes from `at` on (multiples of the page size), which nothing uses any more: their pages go back to the system, and they are zeros.
+    /// False if it refused.
+    pub(super) fn discard(&self, at: usize, len: usize) -> bool {
+        let Some(start) = self.address(at).filter(|_| at.saturating_add(len) <= self.len) else {
+            return false;
+        };
+        // SAFETY: inside the mapping (checked), and by the contract above nobody in this process reads or writes there.
+        unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxRemove) }.is_ok()
     }
 
     /// The 32-bit word at `AT`, which lies in the first page of every mapping.

@@ -9,6 +9,7 @@
 //!
 //! All unsafe code of this crate's transports stands in this folder.
 
+mod arena;
 mod bell;
 mod map;
 #[cfg(test)]
@@ -21,6 +22,7 @@ mod ring;
 mod tests;
 mod word;
 
+pub(crate) use arena::{Lent, Neighbour, alloc, place_of};
 pub(crate) use bell::{Bell, Bells, COLLECTIVES, MESSAGES, Ringer, Sleep, ThreadBell};
 pub(crate) use notice::{NOTICE_BYTES, Notices};
 pub(crate) use passing::{receive, send};

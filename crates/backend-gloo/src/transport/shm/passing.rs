@@ -10,8 +10,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// What ranks hand each other: a memfd and two eventfds.
-pub(crate) const HANDLES: usize = 3;
+/// What ranks hand each other: two memfds and two eventfds.
+pub(crate) const HANDLES: usize = 4;
 
 /// Sends `bytes` with `handles`; the number of bytes that went out (the handles go with the first one).
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8], handles: &[BorrowedFd<'_>]) -> Result<usize, Errno> {

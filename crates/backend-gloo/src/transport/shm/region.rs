@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ftcore::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
 
+use super::arena::{self, Neighbour};
 use super::bell::{Bells, COLLECTIVES, MESSAGES, Ringer, ThreadBell, descriptor, ringers};
 use super::map::{Mapping, PAGE};
 use super::notice::{NOTICE, NoticeReader, NoticeWriter, Notices};
@@ -31,6 +32,7 @@ fn offset(rank: u32) -> usize {
 #[derive(Debug)]
 pub(crate) struct Region {
     memory: OwnedFd,
+    tensors: BorrowedFd<'static>,
     /// All of it.
     map: Mapping,
     /// Of the bell for collectives, and of that for messages.
@@ -50,6 +52,7 @@ pub(crate) struct Rings<const AT: usize> {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) collectives: Rings<COLLECTIVES>,
+    pub(crate) tensors: Neighbour,
     pub(crate) messages: Rings<MESSAGES>,
     pub(crate) notices: Notices,
 }
@@ -76,15 +79,21 @@ impl Region {
         Ok(Self {
             map: Mapping::of(memory.as_fd(), 0, size(world))?,
             memory,
+            tensors: arena::handle()?,
             descriptors: [descriptor()?, descriptor()?],
             world,
         })
     }
 
-    /// What a neighbour is given: the memory and the bells' descriptors.
+    /// What a neighbour is given: the memory, that of this process's tensors, and the bells' descriptors.
     pub(crate) fn handles(&self) -> [BorrowedFd<'_>; HANDLES] {
         let [collectives, messages] = &self.descriptors;
-        [self.memory.as_fd(), collectives.as_fd(), messages.as_fd()]
+        [
+            self.memory.as_fd(),
+            self.tensors,
+            collectives.as_fd(),
+            messages.as_fd(),
+        ]
     }
 
     /// The bells of this rank. `sockets`: who waits for them watches sockets, too.
@@ -98,12 +107,12 @@ impl Region {
         Ok(Bells::new(Arc::new(self.map.part(0, PAGE)?), descriptors))
     }
 
-    /// The rings between this rank (`own`) and `peer`, whose handles came over the socket.
+    /// The rings between this rank (`own`) and `peer` in `process`, whose handles came over the socket.
     ///
-    /// Errors: `Protocol` if they are not a sealed region of the right size and two eventfds.
-    pub(crate) fn open(&self, own: u32, peer: u32, handles: Vec<OwnedFd>) -> Result<Shared> {
+    /// Errors: `Protocol` if they are not a sealed region of the right size, a sealed arena and two eventfds.
+    pub(crate) fn open(&self, own: u32, peer: u32, process: u64, handles: Vec<OwnedFd>) -> Result<Shared> {
         let wrong = |text: &str| Error::new(ErrorKind::Protocol, text.to_string());
-        let Ok([memory, collectives, messages]) = <[OwnedFd; HANDLES]>::try_from(handles) else {
+        let Ok([memory, tensors, collectives, messages]) = <[OwnedFd; HANDLES]>::try_from(handles) else {
             return Err(wrong("did not hand over its shared memory"));
         };
         let seals = rustix::fs::fcntl_get_seals(&memory)
@@ -123,6 +132,7 @@ impl Region {
             }
         }
         let page = Arc::new(Mapping::of(memory.as_fd(), 0, PAGE)?);
+        let tensors = Neighbour::new(Arc::new(self.map.part(0, PAGE)?), page.clone(), process, tensors)?;
         let thread = ThreadBell::new(page.clone());
         let (collectives, messages) = ringers(page, Some([collectives, messages]));
         let out = self.map.part(offset(peer), SECTION)?;
@@ -133,6 +143,7 @@ impl Region {
                 reader: Reader::new(back.part(0, RING)?),
                 bell: collectives,
             },
+            tensors,
             messages: Rings {
                 writer: Writer::new(out.part(RING, RING)?),
                 reader: Reader::new(back.part(RING, RING)?),

@@ -94,6 +94,20 @@ impl Writer {
         }
     }
 
+    /// Where the next byte goes.
+    pub(crate) fn position(&self) -> u64 {
+        self.at
+    }
+
+    /// True if the reader has given back all before `position`.
+    pub(crate) fn is_back(&mut self, position: u64) -> Result<bool> {
+        if self.taken < position {
+            // More than is free: looks at the reader's position.
+            self.room(CAPACITY + 1)?;
+        }
+        Ok(self.taken >= position)
+    }
+
     /// Ends a frame: the next one begins on a line of its own.
     pub(crate) fn pad(&mut self) {
         self.at = self.at.next_multiple_of(ALIGN as u64);

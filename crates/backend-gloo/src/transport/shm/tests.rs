@@ -12,8 +12,8 @@ use super::*;
 /// Both ends of the pair (0, 1).
 fn pair() -> (Rings<COLLECTIVES>, Rings<COLLECTIVES>, Region, Region) {
     let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
-    let at_a = a.open(0, 1, handles(&b)).unwrap();
-    let at_b = b.open(1, 0, handles(&a)).unwrap();
+    let at_a = a.open(0, 1, 1, handles(&b)).unwrap();
+    let at_b = b.open(1, 0, 1, handles(&a)).unwrap();
     (at_a.collectives, at_b.collectives, a, b)
 }
 
@@ -154,37 +154,62 @@ fn a_full_ring_has_no_room_until_something_is_taken_and_padding_always_fits() {
 fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused() {
     let ours = Region::new(2).unwrap();
     let good = || handles(&Region::new(2).unwrap());
-    let memory = |seals: SealFlags| {
+    let sealed = |like: usize, seals: SealFlags| {
         let fd = rustix::fs::memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
-        rustix::fs::ftruncate(&fd, rustix::fs::fstat(ours.handles()[0]).unwrap().st_size as u64).unwrap();
+        rustix::fs::ftruncate(
+            &fd,
+            rustix::fs::fstat(ours.handles()[like]).unwrap().st_size as u64,
+        )
+        .unwrap();
         rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
         fd
     };
+    let memory = |seals| sealed(0, seals);
+    let tensors = || good().remove(1);
+    let first = || good().remove(0);
     let bell = || good().pop().unwrap();
     let blocking = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let file = OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
     let ways: Vec<(&str, Vec<OwnedFd>)> = vec![
         ("nothing", Vec::new()),
         ("no bell", good().into_iter().take(1).collect()),
-        ("one bell", good().into_iter().take(2).collect()),
-        ("no seals", vec![memory(SealFlags::empty()), bell(), bell()]),
+        ("one bell", good().into_iter().take(3).collect()),
+        (
+            "no seals",
+            vec![memory(SealFlags::empty()), tensors(), bell(), bell()],
+        ),
         (
             "may shrink",
-            vec![memory(SealFlags::GROW | SealFlags::SEAL), bell(), bell()],
+            vec![
+                memory(SealFlags::GROW | SealFlags::SEAL),
+                tensors(),
+                bell(),
+                bell(),
+            ],
         ),
         ("another size", handles(&Region::new(3).unwrap())),
-        ("a file", vec![file, bell(), bell()]),
-        ("a bell that blocks", vec![good().remove(0), blocking(), bell()]),
+        ("a file", vec![file, tensors(), bell(), bell()]),
+        (
+            "tensors that may shrink",
+            vec![
+                first(),
+                sealed(1, SealFlags::GROW | SealFlags::SEAL),
+                bell(),
+                bell(),
+            ],
+        ),
+        ("tensors of another size", vec![first(), first(), bell(), bell()]),
+        ("a bell that blocks", vec![first(), tensors(), blocking(), bell()]),
         (
             "another bell that blocks",
-            vec![good().remove(0), bell(), blocking()],
+            vec![first(), tensors(), bell(), blocking()],
         ),
     ];
     for (what, handles) in ways {
-        let e = ours.open(0, 1, handles).map(drop).unwrap_err();
+        let e = ours.open(0, 1, 1, handles).map(drop).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{what}: {e}");
     }
-    ours.open(0, 1, good()).unwrap();
+    ours.open(0, 1, 1, good()).unwrap();
 }
 
 #[test]
@@ -210,8 +235,8 @@ fn an_alarm_wakes_a_sleeper_whose_word_a_peer_has_cleared() {
 #[test]
 fn what_is_said_is_heard_once_and_also_when_its_writer_has_gone() {
     let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
-    let at_a = a.open(0, 1, handles(&b)).unwrap();
-    let mut at_b = b.open(1, 0, handles(&a)).unwrap();
+    let at_a = a.open(0, 1, 1, handles(&b)).unwrap();
+    let mut at_b = b.open(1, 0, 1, handles(&a)).unwrap();
     let bell = b.bells(false).unwrap().thread;
     let (mut says, hears) = (at_a.notices.writer, &mut at_b.notices.reader);
     assert_eq!(hears.take().unwrap(), None);
@@ -230,8 +255,8 @@ fn what_is_said_is_heard_once_and_also_when_its_writer_has_gone() {
 #[test]
 fn words_that_do_not_fit_are_neither_said_nor_believed() {
     let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
-    let at_b = || b.open(1, 0, handles(&a)).unwrap().notices.reader;
-    let mut says = a.open(0, 1, handles(&b)).unwrap().notices.writer;
+    let at_b = || b.open(1, 0, 1, handles(&a)).unwrap().notices.reader;
+    let mut says = a.open(0, 1, 1, handles(&b)).unwrap().notices.writer;
     says.say(&[7; NOTICE_BYTES + 1]);
     assert_eq!(at_b().take().unwrap(), None);
     says.claim(NOTICE_BYTES as u32 + 1);
