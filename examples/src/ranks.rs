@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Collective, Configuration, Device, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Result, Store, SubmitOptions, TcpStore, Tensor, Traffic, deadline_in,
+    Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup,
+    ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, TcpStore, Tensor, Traffic, deadline_in,
 };
 use manager::{ManagedWork, Manager, Participation, Replica, State};
 use oxccl::launch::ReplicaEnv;
@@ -200,6 +200,9 @@ impl<R: Replica> Replica for InStep<R> {
     }
     fn abandon_quorum(&mut self) {
         self.replica.abandon_quorum();
+    }
+    fn alloc(&self, dtype: DType, count: usize) -> Tensor {
+        self.replica.alloc(dtype, count)
     }
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation> {
         loop {

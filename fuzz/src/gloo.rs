@@ -68,6 +68,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         contributors: 2,
         length: 4096,
         fingerprint: collective.fingerprint(),
+        lent: false,
     };
     let hello = Hello {
         version: wire::VERSION,

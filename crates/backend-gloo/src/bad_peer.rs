@@ -589,7 +589,8 @@ fn memory_that_a_neighbour_took_back_while_it_was_read_is_no_result() {
 
 #[test]
 fn memory_that_a_neighbour_cannot_lend_is_a_protocol_error() {
-    let ways: [(&str, fn(&mut Neighbour)); 4] = [
+    type Break = (&'static str, fn(&mut Neighbour));
+    let ways: [Break; 4] = [
         ("beyond its end", |n| n.lend(1 << 60)),
         ("a part of it beyond the end", |n| n.lend((64 << 30) - 64)),
         ("not aligned", |n| n.lend(6)),

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ftcore::{DType, Error, ErrorKind, Result, Tensor};
 
+use crate::kernels;
 use crate::schedule::{Buffer, Span};
 
 /// Local steps work in pieces of this many bytes, and look for an abort between them (INV-2).
@@ -230,7 +231,7 @@ impl Memory {
             &Span::new(Buffer::Out, 0..len),
             stop,
             |into, from| {
-                into.copy_from_slice(from);
+                kernels::copy(into, from);
                 Ok(())
             },
         );
@@ -268,7 +269,7 @@ impl Memory {
                 return Err(gone());
             };
             if with.is_some() {
-                target.copy_from_slice(part);
+                kernels::copy(target, part);
             } else {
                 f(target, part)?;
             }

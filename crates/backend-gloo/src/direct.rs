@@ -413,7 +413,7 @@ impl Call<'_> {
             };
             match op {
                 Some(op) => kernels::reduce(dtype, op, into, chunk)?,
-                None => into.copy_from_slice(chunk),
+                None => kernels::copy(into, chunk),
             }
             memory.reader.take(len);
             done += len;

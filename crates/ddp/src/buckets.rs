@@ -156,11 +156,28 @@ impl BucketPlan {
     }
 }
 
-/// A copy of a host tensor.
-pub(crate) fn copy(tensor: &Tensor) -> Tensor {
-    let mut copy = Tensor::zeros(tensor.dtype(), tensor.count());
-    copy.bytes_mut().copy_from_slice(tensor.bytes());
-    copy
+/// What buckets were reduced in, for the next step. Once made it is used again and again, so it is of [`Replica::alloc`]: ranks of one host read
+/// each other's gradients there, and no step pays for new pages.
+#[derive(Default)]
+pub(crate) struct Spare(Vec<Tensor>);
+
+impl Spare {
+    /// A copy of `bucket`, to be reduced.
+    pub(crate) fn copy(&mut self, replica: &mut dyn Replica, bucket: &Tensor) -> Tensor {
+        let (dtype, count) = (bucket.dtype(), bucket.count());
+        let fits = |t: &Tensor| (t.dtype(), t.count()) == (dtype, count);
+        let mut copy = match self.0.iter().position(fits) {
+            Some(at) => self.0.swap_remove(at),
+            None => replica.alloc(dtype, count),
+        };
+        copy.bytes_mut().copy_from_slice(bucket.bytes());
+        copy
+    }
+
+    /// The step is over, and these have been read.
+    pub(crate) fn keep(&mut self, reduced: Vec<Tensor>) {
+        self.0 = reduced;
+    }
 }
 
 /// A sum over micro-batches, in a type that loses little.
@@ -185,6 +202,7 @@ enum Part {
 pub struct Sink<'a> {
     replica: &'a mut dyn Replica,
     plan: &'a BucketPlan,
+    spare: &'a mut Spare,
     part: Part,
     micro_batches: u32,
     micro_batch: u32,
@@ -202,12 +220,14 @@ impl<'a> Sink<'a> {
     pub(crate) fn new(
         replica: &'a mut dyn Replica,
         plan: &'a BucketPlan,
+        spare: &'a mut Spare,
         participation: Option<Participation>,
         micro_batches: u32,
     ) -> Self {
         Self {
             replica,
             plan,
+            spare,
             part: participation.map_or(Part::Begun, Part::Stands),
             micro_batches: micro_batches.max(1),
             micro_batch: 0,
@@ -375,8 +395,9 @@ impl<'a> Sink<'a> {
     fn send_next(&mut self) {
         if let Some(bucket) = self.buckets.get(self.works.len()) {
             // The original stays here, to be sent again if the step fails.
+            let copy = self.spare.copy(self.replica, bucket);
             self.works
-                .push(self.replica.all_reduce(vec![copy(bucket)], ReduceOp::Avg));
+                .push(self.replica.all_reduce(vec![copy], ReduceOp::Avg));
         }
     }
 

@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buckets::BucketPlan;
+use buckets::{BucketPlan, Spare};
 pub use buckets::{Sink, Slot};
 use feedback::Feedback;
 use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
@@ -154,6 +154,7 @@ pub struct Ddp<R> {
     replica: R,
     config: DdpConfig,
     plan: BucketPlan,
+    spare: Spare,
     feedback: Feedback,
     steps: Steps<Vec<Tensor>>,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
@@ -175,6 +176,7 @@ impl<R: Replica> Ddp<R> {
             replica,
             config,
             plan,
+            spare: Spare::default(),
             feedback: Feedback::default(),
             on_reduce: None,
         })
@@ -411,8 +413,8 @@ impl<R: Replica> Ddp<R> {
                 Sends::Zeros => self.plan.send_zeros(&mut self.replica),
                 Sends::Again => {
                     let again = |b| {
-                        self.replica
-                            .all_reduce(vec![buckets::copy(b)], ftcore::ReduceOp::Avg)
+                        let copy = self.spare.copy(&mut self.replica, b);
+                        self.replica.all_reduce(vec![copy], ftcore::ReduceOp::Avg)
                     };
                     self.steps.kept().into_iter().flatten().map(again).collect()
                 }
@@ -437,7 +439,9 @@ impl<R: Replica> Ddp<R> {
                 // The step has advanced: what goes wrong from here on leaves a state that is of no step.
                 let applied = averages.ok_or_else(reduction_missing).and_then(|(averages, n)| {
                     if !closing {
-                        apply(state, self.plan.unpack(&averages)?)?;
+                        let gradients = self.plan.unpack(&averages)?;
+                        self.spare.keep(averages);
+                        apply(state, gradients)?;
                     }
                     Ok(n)
                 });
@@ -479,7 +483,7 @@ impl<R: Replica> Ddp<R> {
         compute: &mut impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
     ) -> Result<(Option<Vec<ManagedWork>>, Vec<Tensor>)> {
         let n = self.config.micro_batches;
-        let mut sink = Sink::new(&mut self.replica, &self.plan, participation, n);
+        let mut sink = Sink::new(&mut self.replica, &self.plan, &mut self.spare, participation, n);
         for micro_batch in 0..n {
             if micro_batch > 0 {
                 sink.next_micro_batch();

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use crate::engine::{Job as _, Label, Place, Rules, spawn};
 use crate::lifecycle::{Lifecycle, leave_at_exit};
 use crate::{
-    Capabilities, Checked, Collective, Completion, Configuration, Device, Error, Failed, Feature, GroupInfo,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, accelerator, deadline_in,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, Device, Error, Failed, Feature,
+    GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, accelerator,
+    deadline_in,
 };
 
 mod pool;
@@ -184,6 +185,10 @@ impl ProcessGroup for Staged {
             let tensors = work.recover();
             Box::new(Failed { error, tensors })
         })
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        Ok(Tensor::zeros(dtype, count))
     }
 
     fn split(

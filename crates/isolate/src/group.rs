@@ -470,6 +470,10 @@ impl ProcessGroup for IsolatedGroup {
         })
     }
 
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        Ok(Tensor::zeros(dtype, count))
+    }
+
     fn split(
         &self,
         color: Option<u32>,

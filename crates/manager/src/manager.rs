@@ -15,7 +15,7 @@ use coordination::{
     QuorumResult, WatchGuard, is_refused,
 };
 use ftcore::{
-    Collective, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
+    Collective, DType, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
     SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address, time_left,
 };
 
@@ -637,6 +637,11 @@ impl Replica for Manager {
             self.rank.abandon();
         }
         self.ahead = Ahead::None;
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Tensor {
+        let group = self.group.alloc(dtype, count);
+        group.unwrap_or_else(|_| Tensor::zeros(dtype, count))
     }
 
     fn all_reduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {

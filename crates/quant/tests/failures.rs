@@ -321,6 +321,10 @@ impl ProcessGroup for Tampering {
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         execute_by_submit(self, op, options)
     }
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        self.inner.alloc(dtype, count)
+    }
+
     fn split(&self, color: Option<u32>, key: u32, by: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         self.inner.split(color, key, by)
     }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::state_dict::StateDict;
-use ftcore::{ReduceOp, Result, Tensor, Traffic};
+use ftcore::{DType, ReduceOp, Result, Tensor, Traffic};
 
 use crate::ManagedWork;
 
@@ -193,6 +193,12 @@ pub trait Replica {
     /// Reduces tensors of one dtype over the members. Averages count the contributors in the reduction (INV-4). It never
     /// fails at once: an error shows in the work and in the vote.
     fn all_reduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork;
+
+    /// A one-dimensional host tensor of `count` zeros, in the memory that [`all_reduce`](Self::all_reduce) moves with the least copying
+    /// ([`ProcessGroup::alloc`](ftcore::ProcessGroup::alloc)). Worth it for what is used in many steps.
+    fn alloc(&self, dtype: DType, count: usize) -> Tensor {
+        Tensor::zeros(dtype, count)
+    }
 
     /// Waits for everything submitted in this step and decides together with the other ranks of this replica. True:
     /// the step counts and `current_step` has advanced; apply its result now. False: throw it away and start again.

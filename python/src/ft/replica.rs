@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use oxccl::core::{self, Credentials, Error, ErrorKind, ReduceOp, Result, Tensor, deadline_in};
+use oxccl::core::{self, Credentials, Error, ErrorKind, ReduceOp, Result, Tensor, deadline_in, DType};
 use oxccl::manager::{self, Lineage, ManagedWork, Manager, ManagerConfig, Replica, State, WorldSizeMode};
 use pyo3::prelude::*;
 
@@ -94,6 +94,13 @@ impl Replica for Shared {
         match self.0.lock().as_mut() {
             Some(manager) => manager.all_reduce(tensors, op),
             None => ManagedWork::failed(shut_down(), tensors),
+        }
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Tensor {
+        match self.0.lock().as_ref() {
+            Some(manager) => manager.alloc(dtype, count),
+            None => Tensor::zeros(dtype, count),
         }
     }
 

@@ -33,7 +33,11 @@ pub(super) fn run(
     let numbers = |items: &[u64]| items.iter().map(u64::to_string).collect::<Vec<_>>();
     let mut command;
     match program {
-        Program::Oxccl { path, transport } => {
+        Program::Oxccl {
+            path,
+            transport,
+            alloc,
+        } => {
             command = Command::new(path);
             command
                 .args([
@@ -50,6 +54,7 @@ pub(super) fn run(
                 .args(["--sizes", &numbers(sizes).join(",")])
                 .args(["--ranks", &ranks.to_string(), "--warmup", &warmup.to_string()])
                 .args(["--iters", &iters.to_string()])
+                .args(alloc.then_some("--alloc"))
                 .env("OXCCL_GLOO_TRANSPORT", transport);
         }
         Program::Mpi { launch, binary } => {

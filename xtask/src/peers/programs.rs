@@ -28,6 +28,8 @@ const COMPILE_LIMIT: Duration = Duration::from_secs(60);
 pub(crate) enum Which {
     /// oxccl's gloo, with the transport that it chooses.
     Ours,
+    /// The same with tensors of the group's, which the ranks read in each other's memory.
+    OursAlloc,
     /// oxccl's gloo over TCP on loopback.
     OursTcp,
     /// MPICH in shared memory.
@@ -41,8 +43,9 @@ pub(crate) enum Which {
 }
 
 impl Which {
-    pub(super) const ALL: [Self; 6] = [
+    pub(super) const ALL: [Self; 7] = [
         Self::Ours,
+        Self::OursAlloc,
         Self::Mpich,
         Self::Openmpi,
         Self::OursTcp,
@@ -51,13 +54,13 @@ impl Which {
     ];
 
     pub(super) fn is_ours(self) -> bool {
-        matches!(self, Self::Ours | Self::OursTcp)
+        matches!(self, Self::Ours | Self::OursAlloc | Self::OursTcp)
     }
 
     /// What of ours it is compared with.
     pub(super) fn rival(self) -> Self {
         match self {
-            Self::Ours | Self::Mpich | Self::Openmpi => Self::Ours,
+            Self::Ours | Self::OursAlloc | Self::Mpich | Self::Openmpi => Self::Ours,
             Self::OursTcp | Self::OpenmpiTcp | Self::Gloo => Self::OursTcp,
         }
     }
@@ -77,6 +80,7 @@ impl fmt::Display for Which {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Ours => "oxccl",
+            Self::OursAlloc => "oxccl alloc",
             Self::OursTcp => "oxccl tcp",
             Self::Mpich => "MPICH",
             Self::Openmpi => "Open MPI",
@@ -90,7 +94,11 @@ impl fmt::Display for Which {
 #[derive(Debug, Clone)]
 pub(super) enum Program {
     /// `oxccl bench`.
-    Oxccl { path: PathBuf, transport: &'static str },
+    Oxccl {
+        path: PathBuf,
+        transport: &'static str,
+        alloc: bool,
+    },
     /// The compiled C program under its launcher.
     Mpi { launch: Vec<String>, binary: PathBuf },
     /// The script under a Python that has PyTorch.
@@ -104,10 +112,11 @@ pub(super) fn find(which: Which, ours: &Path, metadata: &Metadata, torch: bool) 
         Ok(Program::Oxccl {
             path: ours.to_owned(),
             transport,
+            alloc: which == Which::OursAlloc,
         })
     };
     let found = match which {
-        Which::Ours => oxccl("auto"),
+        Which::Ours | Which::OursAlloc => oxccl("auto"),
         Which::OursTcp => oxccl("tcp"),
         Which::Mpich => mpich(&cache),
         Which::Openmpi => openmpi(&cache, &[]),

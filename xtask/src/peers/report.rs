@@ -60,7 +60,7 @@ impl Section {
             .measured
             .iter()
             .map(|(w, _)| *w)
-            .filter(|w| w.rival() == ours)
+            .filter(|w| w.rival() == ours && *w != Which::OursAlloc)
             .partition(|w| *w == ours);
         mine.first()?;
         let mut head = format!("| size | {ours} |");
@@ -70,6 +70,10 @@ impl Section {
         let shared = ours == Which::Ours;
         if shared {
             head += " limit | limit ÷ ours |";
+        }
+        let in_place = shared && self.measured.iter().any(|(w, _)| *w == Which::OursAlloc);
+        if in_place {
+            let _ = write!(head, " {} | limit ÷ it | best peer ÷ it |", Which::OursAlloc);
         }
         let columns = head.matches('|').count() - 1;
         let mut text = format!("{head}\n|{}\n", "---:|".repeat(columns));
@@ -87,6 +91,15 @@ impl Section {
             }
             if let Some(limit) = self.limit(size).filter(|_| shared) {
                 let _ = write!(text, " {} | {:.0} % |", us(limit), 100.0 * limit / time);
+            }
+            if let Some(time) = self.time(Which::OursAlloc, size).filter(|_| in_place) {
+                let share = self.limit(size).map_or(0.0, |limit| 100.0 * limit / time);
+                let best = rivals
+                    .iter()
+                    .filter_map(|rival| self.time(*rival, size))
+                    .reduce(f64::min);
+                let ratio = best.map_or("–".to_owned(), |best| format!("{:.2}", best / time));
+                let _ = write!(text, " {} | {share:.0} % | {ratio} |", us(time));
             }
             text += "\n";
         }
@@ -266,6 +279,7 @@ mod tests {
         };
         section.measured = vec![
             (Which::Ours, figures(1.0, 100.0)),
+            (Which::OursAlloc, figures(1.0, 50.0)),
             (Which::Mpich, figures(0.5, 264.0)),
         ];
         section.skipped = vec![(Which::Gloo, "not installed".to_owned())];
@@ -277,15 +291,17 @@ mod tests {
     fn a_table_has_ratios_limits_and_whoever_was_skipped() {
         let text = section().markdown();
         assert!(
-            text.contains("| size | oxccl | MPICH | ratio | limit | limit ÷ ours |"),
+            text.contains(
+                "| size | oxccl | MPICH | ratio | limit | limit ÷ ours | oxccl alloc | limit ÷ it | best peer ÷ it |"
+            ),
             "{text}"
         );
         assert!(
-            text.contains("| 4 B | 1.00 | 0.50 | 0.50 | 0.25 | 25 % |"),
+            text.contains("| 4 B | 1.00 | 0.50 | 0.50 | 0.25 | 25 % | 1.00 | 25 % | 0.50 |"),
             "{text}"
         );
         assert!(
-            text.contains("| 1 MiB | 100 | 264 | 2.64 | 80.0 | 80 % |"),
+            text.contains("| 1 MiB | 100 | 264 | 2.64 | 80.0 | 80 % | 50.0 | 160 % | 5.28 |"),
             "{text}"
         );
         assert!(
@@ -293,7 +309,7 @@ mod tests {
             "{text}"
         );
         let json = section().json();
-        assert_eq!(json["results"][3]["ratio"], 2.64);
+        assert_eq!(json["results"][5]["ratio"], 2.64);
         assert_eq!(json["skipped"][0]["program"], "PyTorch Gloo");
     }
 

@@ -63,7 +63,7 @@ fn streamed_stores_by_size() {
     // In pieces, as a pipelined collective writes them; `b` is always the same piece, as if it had just come from a peer.
     const PIECE: usize = 256 << 10;
     println!("GB/s of the result, pieces of 256 KiB, second operand in cache");
-    println!("| bytes | copy | streamed | sum |");
+    println!("| bytes | memcpy | copy | streamed | sum |");
     for bytes in [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20] {
         let (mut out, a, b) = (vec![1u8; bytes], vec![1u8; bytes], vec![1u8; PIECE]);
         let mut run = |f: Call<'_>| {
@@ -77,9 +77,10 @@ fn streamed_stores_by_size() {
             reduce_into(DType::F32, ReduceOp::Sum, out, a, b).unwrap();
         };
         println!(
-            "| {} MiB | {:.1} | {:.1} | {:.1} |",
+            "| {} MiB | {:.1} | {:.1} | {:.1} | {:.1} |",
             bytes >> 20,
             run(&|out, _, b| out.copy_from_slice(b)),
+            run(&|out, _, b| copy(out, b)),
             run(&|out, _, b| copy_stream(out, b)),
             run(&sum),
         );

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::{Driver, Engine, Job, Label};
 use crate::lifecycle::Lifecycle;
 use crate::{
-    Capabilities, Checked, Collective, Completion, Configuration, Device, Error, Failed, GroupInfo,
-    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, Device, Error, Failed, GroupInfo,
+    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
 };
 
 /// On which callers' threads a driver's `enqueue` may run, which saves a hand-over to the executor.
@@ -152,6 +152,10 @@ impl<B: Backend> ProcessGroup for Group<B> {
             let tensors = work.recover();
             Box::new(Failed { error, tensors })
         })
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        Ok(Tensor::zeros(dtype, count))
     }
 
     fn split(

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{Label, Place};
 use ftcore::lifecycle::{Lifecycle, leave_at_exit};
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, Device, Epoch, Error, Failed, GroupInfo, ProcessGroup,
-    Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, execute_by_submit,
+    Capabilities, Checked, Completion, Configuration, DType, Device, Epoch, Error, Failed, GroupInfo,
+    ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, execute_by_submit,
 };
 
 use super::driver::{Call, Engine, PluginDriver, Raw};
@@ -275,6 +275,10 @@ impl ProcessGroup for PluginGroup {
         engine.carry_out(call, label, deadline, |call| {
             engine.driver().execute(execute, call, timeout_ms)
         })
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
+        Ok(Tensor::zeros(dtype, count))
     }
 
     fn split(

@@ -75,7 +75,11 @@ impl Mapping {
                 0,
             )
         };
-        made(result, len)
+        let map = made(result, len)?;
+        // It belongs into the dumps of its owner.
+        // SAFETY: the advice is about this mapping, and changes neither what is in it nor how it may be used.
+        let _ = unsafe { madvise(map.base.as_ptr().cast(), map.len, Advice::LinuxDontDump) };
+        Ok(map)
     }
 
     /// `len` bytes of this process only.

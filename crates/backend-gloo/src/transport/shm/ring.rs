@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use ftcore::{Error, ErrorKind, Result};
 
 use super::map::{Mapping, PAGE};
+use crate::kernels;
 
 /// Bytes that fit. A multiple of every element size and of [`ALIGN`], so no element lies across the end.
 pub(crate) const CAPACITY: usize = 256 * 1024;
@@ -88,7 +89,7 @@ impl Writer {
             let Some((head, tail)) = bytes.split_at_checked(len).filter(|(h, _)| !h.is_empty()) else {
                 return;
             };
-            space.copy_from_slice(head);
+            kernels::copy(space, head);
             self.advance(len);
             bytes = tail;
         }
