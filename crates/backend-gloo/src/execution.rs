@@ -534,7 +534,7 @@ impl Execution {
         let memory = &mut self.plan.memory;
         let moved = if let Wire::Memory(ring) = &mut port.wire {
             let moved = land(ring, receiving, memory, dtype, op, limit);
-            let closed = ring.closed.is_some() || (receiving.lent && ring.tensors.gave_up());
+            let closed = ring.closed.is_some();
             let moved = moved.map_err(|e| port.blame(e))?;
             // Not while it waits for its turn: what it needs may lie in the ring of a rank that has done its part and left.
             if !moved && closed && receiving.done < limit {
@@ -631,6 +631,9 @@ impl Execution {
             .filter(|s| !s.is_finished())
             .map(|s| s.send.peer)
             .collect();
+        if self.offer.is_some() {
+            senders.push(self.other());
+        }
         senders.sort_unstable();
         takers.sort_unstable();
         (senders, takers)

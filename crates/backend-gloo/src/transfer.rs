@@ -259,7 +259,7 @@ fn read_lent(
     let data = ring.tensors.read(from, len)?;
     apply(receiving, memory, dtype, op, data)?;
     if done + len == total {
-        // Then what was read is no result; who gave up says why.
+        // Then what was read is no result. Why it gave up is on its way here, or its end is.
         if ring.tensors.gave_up() {
             return Ok(false);
         }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use oxccl::core::{self, Credentials, Error, ErrorKind, ReduceOp, Result, Tensor, deadline_in, DType};
+use oxccl::core::{self, Credentials, DType, Error, ErrorKind, ReduceOp, Result, Tensor, deadline_in};
 use oxccl::manager::{self, Lineage, ManagedWork, Manager, ManagerConfig, Replica, State, WorldSizeMode};
 use pyo3::prelude::*;
 
