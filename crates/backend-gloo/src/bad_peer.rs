@@ -451,20 +451,27 @@ impl Neighbour {
         self.shared.bell.ring();
     }
 
-    /// Offers to read in place, and then says where its part of the swap of [`LENT`] lies: its frames of both rounds.
-    fn lend(&mut self, place: u64) {
-        let offer = DataHeader {
-            lent: true,
-            ..lent_header(8, 0, 0)
-        };
-        self.write(&offer.encode());
-        for round in 0..2 {
-            let header = lent_header(Algorithm::Cross as u32, round, LENT as u64 * 2);
-            self.shared.writer.put(&header.encode());
-            self.shared.writer.put(&place.to_le_bytes());
-            self.shared.writer.pad();
-        }
+    /// Offers to read in place.
+    fn offer(&mut self) {
+        self.write(&lent_header(Algorithm::Exchange as u32, 0, 0).encode());
+    }
+
+    /// Says where its half of the swap of [`LENT`] lies in `round`.
+    fn lend(&mut self, round: u32, place: u64) {
+        let header = lent_header(Algorithm::Cross as u32, round, LENT as u64 * 2);
+        self.shared.writer.put(&header.encode());
+        self.shared.writer.put(&place.to_le_bytes());
+        self.shared.writer.pad();
         self.write(&[]);
+    }
+
+    /// Waits until rank 0 has read all that was lent.
+    fn take_back(&mut self) {
+        let (until, all) = (soon(), self.shared.writer.position());
+        while !self.shared.writer.is_back(all).unwrap() {
+            assert!(Instant::now() < until, "rank 0 reads nothing");
+            std::thread::yield_now();
+        }
     }
 
     /// Gives `bytes` of rank 0's frames back.
@@ -561,15 +568,18 @@ fn memory_that_a_neighbour_took_back_while_it_was_read_is_no_result() {
     for blocking in [true, false] {
         let swap = |gives_up: bool| {
             swapped_with_neighbour(blocking, ours(), |n| {
+                n.offer();
+                n.lend(0, place);
+                // Rank 0's offer, and where its first half lies.
+                n.give_back(3 * 64);
+                n.take_back();
                 if gives_up {
                     drop(n.tensors.lend(0));
                 }
-                n.lend(place);
-                // Rank 0's offer, and where its first part lies.
-                n.give_back(3 * 64);
-                match gives_up {
-                    true => n.leave(),
-                    false => n.give_back(2 * 64),
+                n.lend(1, place);
+                n.give_back(2 * 64);
+                if gives_up {
+                    n.leave();
                 }
             })
         };
@@ -591,9 +601,18 @@ fn memory_that_a_neighbour_took_back_while_it_was_read_is_no_result() {
 fn memory_that_a_neighbour_cannot_lend_is_a_protocol_error() {
     type Break = (&'static str, fn(&mut Neighbour));
     let ways: [Break; 4] = [
-        ("beyond its end", |n| n.lend(1 << 60)),
-        ("a part of it beyond the end", |n| n.lend((64 << 30) - 64)),
-        ("not aligned", |n| n.lend(6)),
+        ("beyond its end", |n| {
+            n.offer();
+            n.lend(0, 1 << 60);
+        }),
+        ("a part of it beyond the end", |n| {
+            n.offer();
+            n.lend(0, (64 << 30) - 64);
+        }),
+        ("not aligned", |n| {
+            n.offer();
+            n.lend(0, 6);
+        }),
         ("to a rank that swaps", |n| {
             n.write(&lent_header(Algorithm::Exchange as u32, 0, LENT as u64 * 4).encode());
         }),

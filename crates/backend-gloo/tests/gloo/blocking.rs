@@ -65,6 +65,30 @@ fn borrowed_memory_of_any_length_is_reduced_in_place_with_equal_bytes_on_all_ran
 }
 
 #[test]
+fn ranks_that_would_read_each_others_memory_and_wait_in_vain_name_who_is_missing() {
+    with_groups(2, |rank, group| {
+        if rank == 1 {
+            eventually("the notice", || group.error().is_some());
+            return;
+        }
+        let tensor = group.alloc(DType::F32, 1 << 16).unwrap();
+        let op = Collective::AllReduce {
+            tensors: vec![tensor],
+            op: ReduceOp::Sum,
+        };
+        let by = SubmitOptions::by(deadline_in(Duration::from_secs(1)));
+        let failed = group.run_blocking(op, by).unwrap_err();
+        assert_eq!(failed.error.kind(), ErrorKind::Timeout);
+        assert!(
+            failed.error.to_string().contains("waiting for rank 1"),
+            "{}",
+            failed.error
+        );
+        assert_eq!(failed.tensors.len(), 1);
+    });
+}
+
+#[test]
 fn a_rank_that_blocks_and_one_that_submits_are_in_the_same_operation() {
     with_groups(3, |rank, group| {
         for round in 0..60u32 {
