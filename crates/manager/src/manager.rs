@@ -4,6 +4,8 @@
 //! out. Per step: quorum (over the manager server and the lighthouse; `quorum`, ahead of the caller's call if it began it) → publish a snapshot if a replica heals from here →
 //! configure the group if the epoch is new → heal if this replica is behind, or send the snapshot over the group → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
+//!
+//! Over 800 lines because the calls of `Replica` share one state, and stand together.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

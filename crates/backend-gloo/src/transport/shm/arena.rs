@@ -2,7 +2,7 @@
 //!
 //! Every process has one, of a fixed size that costs nothing until it is written; its sealed memfd is handed out with the memory of each group.
 //! A send of what lies here says where it is instead of carrying the bytes (`transfer`), and ends once the reader has given back that frame's
-//! room in the ring: so the bytes are read once, by whoever reduces them. The other side maps the memory for reading only, once per process,
+//! room in the ring: so the bytes are read once, by the rank that reduces them. The other side maps the memory for reading only, once per process,
 //! and checks every place that it is told (INV-10).
 //!
 //! The tensors of an operation that failed go back to their owner while a peer may still be reading. No memory is at stake, but what it read

@@ -127,7 +127,7 @@ impl Mapping {
         let Some(start) = self.address(at).filter(|_| at.saturating_add(len) <= self.len) else {
             return false;
         };
-        // SAFETY: inside the mapping (checked), and by the contract above nobody in this process reads or writes there.
+        // SAFETY: inside the mapping (checked), and by the contract above nothing in this process reads or writes there.
         unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxRemove) }.is_ok()
     }
 
