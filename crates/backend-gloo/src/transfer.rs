@@ -85,6 +85,8 @@ pub(crate) struct Receiving {
     pub(crate) lent: bool,
     /// there.
     place: Option<u64>,
+    /// Where it is copied to, if it cannot be mapped.
+    copied: Vec<u8>,
     /// Bytes that wait for the kernel.
     pub(crate) piece: Vec<u8>,
     pub(crate) filled: usize,
@@ -100,6 +102,7 @@ impl Receiving {
             done: 0,
             lent: false,
             place: None,
+            copied: Vec::new(),
             piece: Vec::new(),
             filled: 0,
             pieces: Vec::new(),
@@ -256,8 +259,10 @@ fn read_lent(
         return Ok(false);
     }
     let from = place.saturating_add(done as u64);
-    let data = ring.tensors.read(from, len)?;
+    let mut piece = std::mem::take(&mut receiving.copied);
+    let data = ring.tensors.read(from, len, &mut piece)?;
     apply(receiving, memory, dtype, op, data)?;
+    receiving.copied = piece;
     if done + len == total {
         // Then what was read is no result. Why it gave up is on its way here, or its end is.
         if ring.tensors.gave_up() {

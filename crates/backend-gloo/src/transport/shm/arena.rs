@@ -18,11 +18,12 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use ftcore::{DType, Device, Error, ErrorKind, Result, Tensor};
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::process::{Resource, getrlimit};
 
 use super::map::Mapping;
 
-/// Its size. What does not fit is ordinary memory. Small enough that hundreds of neighbours can be mapped.
-const BYTES: usize = 64 << 30;
+/// The largest arena. What does not fit is ordinary memory. Small enough that hundreds of neighbours can be mapped.
+const MOST: usize = 64 << 30;
 /// Blocks are multiples of it: whole pages of every system, so that what is freed can go back to it.
 const GRAIN: usize = 64 << 10;
 /// Blocks from this size on begin at multiples of it, for huge pages.
@@ -35,6 +36,7 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 /// This process's memory.
 struct Arena {
     memory: OwnedFd,
+    len: usize,
     /// Made with the first block; `None` if the system refused.
     map: OnceLock<Option<Mapping>>,
     /// Where free ranges begin, and their lengths.
@@ -44,11 +46,7 @@ struct Arena {
 fn arena() -> Option<&'static Arena> {
     static ARENA: OnceLock<Option<Arena>> = OnceLock::new();
     let made = ARENA.get_or_init(|| match create() {
-        Ok(memory) => Some(Arena {
-            memory,
-            map: OnceLock::new(),
-            free: Mutex::new(BTreeMap::from([(0, BYTES)])),
-        }),
+        Ok(arena) => Some(arena),
         Err(error) => {
             tracing::debug!(%error, "no memory that other processes could read");
             None
@@ -57,11 +55,23 @@ fn arena() -> Option<&'static Arena> {
     made.as_ref()
 }
 
-fn create() -> std::result::Result<OwnedFd, rustix::io::Errno> {
+fn create() -> std::result::Result<Arena, rustix::io::Errno> {
     let memory = rustix::fs::memfd_create("oxccl-tensors", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-    rustix::fs::ftruncate(&memory, BYTES as u64)?;
+    let len = size_within(getrlimit(Resource::Fsize).current);
+    rustix::fs::ftruncate(&memory, len as u64)?;
     rustix::fs::fcntl_add_seals(&memory, SEALS)?;
-    Ok(memory)
+    Ok(Arena {
+        memory,
+        len,
+        map: OnceLock::new(),
+        free: Mutex::new(BTreeMap::from([(0, len)])),
+    })
+}
+
+/// Under a limit on the size of files (`ulimit -f`) the system would end a process that asks for more. An arena of nothing lends nothing.
+fn size_within(limit: Option<u64>) -> usize {
+    let most = limit.map_or(MOST, |limit| usize::try_from(limit).unwrap_or(MOST).min(MOST));
+    most - most % GRAIN
 }
 
 /// What neighbours are given.
@@ -134,7 +144,7 @@ pub(crate) fn alloc(dtype: DType, count: usize) -> Option<Tensor> {
     ftcore::forked::check().ok()?;
     let arena = arena()?;
     let map = arena.map.get_or_init(|| {
-        let map = Mapping::of(arena.memory.as_fd(), 0, BYTES);
+        let map = Mapping::of(arena.memory.as_fd(), 0, arena.len);
         map.inspect(|map| map.prefer_huge_pages())
             .inspect_err(|error| tracing::debug!(%error, "tensors lie in ordinary memory"))
             .ok()
@@ -150,18 +160,20 @@ pub(crate) fn alloc(dtype: DType, count: usize) -> Option<Tensor> {
 
 /// Where in this process's arena `bytes` lie, if they do.
 pub(crate) fn place_of(bytes: &[u8]) -> Option<u64> {
-    let map = arena()?.map.get()?.as_ref()?;
+    let arena = arena()?;
+    let map = arena.map.get()?.as_ref()?;
     let start = NonNull::from(bytes).cast::<u8>().addr().get();
     let at = start.checked_sub(map.address(0)?.addr().get())?;
-    (at.checked_add(bytes.len())? <= BYTES).then_some(at as u64)
+    (at.checked_add(bytes.len())? <= arena.len).then_some(at as u64)
 }
 
 /// The arena of a neighbour's process.
 #[derive(Debug)]
 struct Theirs {
     memory: OwnedFd,
-    /// Made with the first read.
-    map: OnceLock<Mapping>,
+    len: usize,
+    /// Made with the first read; `None` if the system refused (`ulimit -v`).
+    map: OnceLock<Option<Mapping>>,
 }
 
 type Known = BTreeMap<(u64, u64), Weak<Theirs>>;
@@ -176,9 +188,8 @@ fn theirs(process: u64, memory: OwnedFd) -> Result<Arc<Theirs>> {
     }
     let stat =
         rustix::fs::fstat(&memory).map_err(|e| Error::io("looking at a neighbour's memory", e.into()))?;
-    if usize::try_from(stat.st_size).ok() != Some(BYTES) {
-        return Err(wrong("handed over memory for tensors of another size"));
-    }
+    let len = usize::try_from(stat.st_size).ok().filter(|len| *len <= MOST);
+    let len = len.ok_or_else(|| wrong("handed over memory for tensors that is too large"))?;
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     known.retain(|_, theirs| theirs.strong_count() > 0);
     let key = (process, stat.st_ino);
@@ -187,6 +198,7 @@ fn theirs(process: u64, memory: OwnedFd) -> Result<Arc<Theirs>> {
     }
     let theirs = Arc::new(Theirs {
         memory,
+        len,
         map: OnceLock::new(),
     });
     known.insert(key, Arc::downgrade(&theirs));
@@ -207,27 +219,44 @@ impl Neighbour {
         Ok(Self { own, page, theirs })
     }
 
-    /// `len` bytes at `at` of its arena. They are its tensor's until their frame is given back.
+    /// `len` bytes at `at` of its arena. They are its tensor's until their frame is given back. Where its memory cannot be mapped they are a copy in `piece`.
     ///
-    /// Errors: `Protocol` for a place that is not there; `Io` if the memory cannot be mapped.
-    pub(crate) fn read(&self, at: u64, len: usize) -> Result<&[u8]> {
-        let map = match self.theirs.map.get() {
-            Some(map) => map,
-            None => {
-                let made = Mapping::to_read(self.theirs.memory.as_fd(), BYTES)?;
-                self.theirs.map.get_or_init(|| made)
-            }
-        };
+    /// Errors: `Protocol` for a place that is not there; `Io` if the memory cannot be read.
+    pub(crate) fn read<'a>(&'a self, at: u64, len: usize, piece: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        let theirs = &self.theirs;
         let place = usize::try_from(at)
             .ok()
-            .filter(|at| at.saturating_add(len) <= BYTES);
+            .filter(|at| at.saturating_add(len) <= theirs.len);
         let place = place.ok_or_else(|| {
             Error::new(
                 ErrorKind::Protocol,
                 format!("says that {len} bytes lie at {at} of its memory, which ends before"),
             )
         })?;
-        Ok(map.read(place, len))
+        let map = theirs.map.get_or_init(|| {
+            let map = Mapping::to_read(theirs.memory.as_fd(), theirs.len);
+            map.inspect_err(|error| tracing::debug!(%error, "a neighbour's tensors are copied"))
+                .ok()
+        });
+        if let Some(map) = map {
+            return Ok(map.read(place, len));
+        }
+        piece.resize(len, 0);
+        let mut done = 0;
+        while let Some(rest) = piece.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            let from = (place + done) as u64;
+            match rustix::io::retry_on_intr(|| rustix::io::pread(&theirs.memory, &mut *rest, from)) {
+                Ok(0) => {
+                    return Err(Error::new(
+                        ErrorKind::Internal,
+                        "a neighbour's sealed memory ends early",
+                    ));
+                }
+                Ok(n) => done += n,
+                Err(e) => return Err(Error::io("reading a neighbour's memory", e.into())),
+            }
+        }
+        Ok(piece)
     }
 
     /// Whether it has let go of memory that it had lent: asked after the last byte was read.
@@ -290,16 +319,12 @@ mod tests {
         drop(first);
         let again = alloc(DType::F32, 3 << 20).unwrap();
         assert!(again.bytes().iter().all(|b| *b == 0));
-        assert!(alloc(DType::F64, 0).is_none() && alloc(DType::F64, BYTES).is_none());
+        assert!(alloc(DType::F64, 0).is_none() && alloc(DType::F64, MOST).is_none());
     }
 
     #[test]
     fn what_is_given_back_joins_its_neighbours() {
-        let arena = Arena {
-            memory: create().unwrap(),
-            map: OnceLock::new(),
-            free: Mutex::new(BTreeMap::from([(0, BYTES)])),
-        };
+        let arena = create().unwrap();
         let blocks: Vec<Block> = (1..6).map(|n| arena.take(n * GRAIN, GRAIN).unwrap()).collect();
         let huge = arena.take(HUGE, HUGE).unwrap();
         assert_eq!(huge.at, HUGE);
@@ -310,6 +335,49 @@ mod tests {
         for (at, len) in places {
             arena.put_back(at, len);
         }
-        assert_eq!(*arena.free(), BTreeMap::from([(0, BYTES)]));
+        assert_eq!(*arena.free(), BTreeMap::from([(0, arena.len)]));
+    }
+
+    #[test]
+    fn a_limit_on_files_is_one_on_the_arena() {
+        assert_eq!(size_within(None), MOST);
+        assert_eq!(size_within(Some(u64::MAX)), MOST);
+        assert_eq!(size_within(Some(3 * GRAIN as u64 + 5)), 3 * GRAIN);
+        assert_eq!(size_within(Some(100)), 0);
+    }
+
+    #[test]
+    fn memory_that_cannot_be_mapped_is_copied() {
+        let mut tensor = alloc(DType::U8, 3000).unwrap();
+        tensor
+            .bytes_mut()
+            .iter_mut()
+            .zip((0u8..251).cycle())
+            .for_each(|(b, n)| *b = n);
+        let page = Arc::new(Mapping::private(super::super::map::PAGE).unwrap());
+        let of = |map: OnceLock<Option<Mapping>>| {
+            let arena = arena().unwrap();
+            let theirs = Theirs {
+                memory: arena.memory.try_clone().unwrap(),
+                len: arena.len,
+                map,
+            };
+            Neighbour {
+                own: page.clone(),
+                page: page.clone(),
+                theirs: Arc::new(theirs),
+            }
+        };
+        let at = place_of(tensor.bytes()).unwrap();
+        for neighbour in [of(OnceLock::new()), of(OnceLock::from(None))] {
+            let mut piece = vec![7; 9];
+            assert_eq!(
+                neighbour.read(at + 100, 2000, &mut piece).unwrap(),
+                &tensor.bytes()[100..2100]
+            );
+            let end = arena().unwrap().len as u64;
+            let e = neighbour.read(end - 10, 11, &mut piece).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Protocol);
+        }
     }
 }

@@ -198,7 +198,10 @@ fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused()
                 bell(),
             ],
         ),
-        ("tensors of another size", vec![first(), first(), bell(), bell()]),
+        (
+            "tensors that are no memory",
+            vec![first(), bell(), bell(), bell()],
+        ),
         ("a bell that blocks", vec![first(), tensors(), blocking(), bell()]),
         (
             "another bell that blocks",
