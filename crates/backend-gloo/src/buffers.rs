@@ -8,9 +8,8 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ftcore::{DType, Error, ErrorKind, Result, Tensor};
+use ftcore::{DType, Error, ErrorKind, Result, Tensor, copy_bytes};
 
-use crate::kernels;
 use crate::schedule::{Buffer, Span};
 
 /// Local steps work in pieces of this many bytes, and look for an abort between them (INV-2).
@@ -231,7 +230,7 @@ impl Memory {
             &Span::new(Buffer::Out, 0..len),
             stop,
             |into, from| {
-                kernels::copy(into, from);
+                copy_bytes(into, from);
                 Ok(())
             },
         );
@@ -269,7 +268,7 @@ impl Memory {
                 return Err(gone());
             };
             if with.is_some() {
-                kernels::copy(target, part);
+                copy_bytes(target, part);
             } else {
                 f(target, part)?;
             }

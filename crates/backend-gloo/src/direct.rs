@@ -6,7 +6,9 @@
 
 use std::time::Instant;
 
-use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor, time_left};
+use ftcore::{
+    Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor, copy_bytes, time_left,
+};
 
 use crate::execution::{may_swap_in_place, take_offer};
 use crate::executor::{Executor, Holder, timed_out};
@@ -413,7 +415,7 @@ impl Call<'_> {
             };
             match op {
                 Some(op) => kernels::reduce(dtype, op, into, chunk)?,
-                None => kernels::copy(into, chunk),
+                None => copy_bytes(into, chunk),
             }
             memory.reader.take(len);
             done += len;

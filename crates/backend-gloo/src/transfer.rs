@@ -3,7 +3,7 @@
 
 use std::io::IoSlice;
 
-use ftcore::{DType, Error, ErrorKind, ReduceOp, Result};
+use ftcore::{DType, Error, ErrorKind, ReduceOp, Result, copy_bytes};
 
 use crate::buffers::Memory;
 use crate::kernels;
@@ -119,7 +119,7 @@ pub(crate) fn copy(large: bool, into: &mut [u8], from: &[u8]) {
     if large {
         kernels::copy_stream(into, from);
     } else {
-        kernels::copy(into, from);
+        copy_bytes(into, from);
     }
 }
 

@@ -386,7 +386,8 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         cause = c.source();
     }
     if local && status.code() == Code::PermissionDenied {
-        text = format!("{text}; {}", without_credentials());
+        // In place of five layers of HTTP/2.
+        text = without_credentials();
     }
     let error = Error::new(kind, text)
         .with_op(op)
@@ -402,7 +403,7 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
 /// What to do about a server that asks for credentials, where this process speaks to it without.
 pub(crate) fn without_credentials() -> String {
     format!(
-        "set {} to the folder of this job's credentials, and use the server's https:// URL",
+        "that server asks for credentials: set {} to the folder of this job's credentials, and use the server's https:// URL",
         Credentials::VARIABLE
     )
 }

@@ -7,9 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use ftcore::{DType, Element, Error, ErrorKind, ReduceOp, Result, Tensor};
+use ftcore::{DType, Element, Error, ErrorKind, ReduceOp, Result, Tensor, copy_bytes};
 use half::{bf16, f16};
-use replica::{ManagedWork, Participation, Replica};
+use replica::{ManagedWork, Participation, Replica, Spare};
 
 /// One gradient's place. The list of slots is the same on every replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,7 +141,7 @@ impl BucketPlan {
                     .and_then(|b| b.bytes().get(p.at * size..(p.at + p.len) * size));
                 let to = tensor.bytes_mut().get_mut(p.from * size..(p.from + p.len) * size);
                 match (from, to) {
-                    (Some(from), Some(to)) => to.copy_from_slice(from),
+                    (Some(from), Some(to)) => copy_bytes(to, from),
                     _ => {
                         return Err(Error::new(
                             ErrorKind::Internal,
@@ -156,28 +156,11 @@ impl BucketPlan {
     }
 }
 
-/// What buckets were reduced in, for the next step. Once made it is used again and again, so it is of [`Replica::alloc`]: ranks of one host read
-/// each other's gradients there, and no step pays for new pages.
-#[derive(Default)]
-pub(crate) struct Spare(Vec<Tensor>);
-
-impl Spare {
-    /// A copy of `bucket`, to be reduced.
-    pub(crate) fn copy(&mut self, replica: &mut dyn Replica, bucket: &Tensor) -> Tensor {
-        let (dtype, count) = (bucket.dtype(), bucket.count());
-        let fits = |t: &Tensor| (t.dtype(), t.count()) == (dtype, count);
-        let mut copy = match self.0.iter().position(fits) {
-            Some(at) => self.0.swap_remove(at),
-            None => replica.alloc(dtype, count),
-        };
-        copy.bytes_mut().copy_from_slice(bucket.bytes());
-        copy
-    }
-
-    /// The step is over, and these have been read.
-    pub(crate) fn keep(&mut self, reduced: Vec<Tensor>) {
-        self.0 = reduced;
-    }
+/// Sends a copy of `bucket`, which is kept: the attempt may be lost.
+pub(crate) fn average(spare: &mut Spare, replica: &mut dyn Replica, bucket: &Tensor) -> ManagedWork {
+    let mut copy = spare.take(replica, bucket.dtype(), bucket.count());
+    copy_bytes(copy.bytes_mut(), bucket.bytes());
+    replica.all_reduce(vec![copy], ReduceOp::Avg)
 }
 
 /// A sum over micro-batches, in a type that loses little.
@@ -395,9 +378,7 @@ impl<'a> Sink<'a> {
     fn send_next(&mut self) {
         if let Some(bucket) = self.buckets.get(self.works.len()) {
             // The original stays here, to be sent again if the step fails.
-            let copy = self.spare.copy(self.replica, bucket);
-            self.works
-                .push(self.replica.all_reduce(vec![copy], ReduceOp::Avg));
+            self.works.push(average(self.spare, self.replica, bucket));
         }
     }
 

@@ -16,14 +16,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buckets::{BucketPlan, Spare};
+use buckets::{BucketPlan, average};
 pub use buckets::{Sink, Slot};
 use feedback::Feedback;
 use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
 use protocol::training::{Sends, Share, Steps};
 use quant::ErrorFeedback;
 use replica::StateDict;
-use replica::{Healed, ManagedWork, Participation, Replica, State};
+use replica::{Healed, ManagedWork, Participation, Replica, Spare, State, write_commit};
 pub use sampler::{Part, Sampler};
 use state::Whole;
 
@@ -108,14 +108,16 @@ pub struct StepReport {
     pub healed: Option<Healed>,
 }
 
-/// `step 7 by 2 replicas, healed from rank 1 (800 bytes in 4 ms)`.
+/// `step 7 by 2 replicas, healed from replica rank 1 (800 bytes in 4 ms)`.
 impl fmt::Display for StepReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "step {} by {} replicas", self.step, self.contributors)?;
-        match &self.healed {
-            Some(healed) => write!(f, ", {healed}"),
-            None => Ok(()),
-        }
+        write_commit(
+            f,
+            self.step,
+            self.contributors,
+            self.failed_attempts,
+            self.healed.as_ref(),
+        )
     }
 }
 
@@ -412,10 +414,7 @@ impl<R: Replica> Ddp<R> {
                 Sends::Nothing => Vec::new(),
                 Sends::Zeros => self.plan.send_zeros(&mut self.replica),
                 Sends::Again => {
-                    let again = |b| {
-                        let copy = self.spare.copy(&mut self.replica, b);
-                        self.replica.all_reduce(vec![copy], ftcore::ReduceOp::Avg)
-                    };
+                    let again = |b| average(&mut self.spare, &mut self.replica, b);
                     self.steps.kept().into_iter().flatten().map(again).collect()
                 }
                 Sends::Fresh => {

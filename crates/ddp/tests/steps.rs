@@ -205,6 +205,24 @@ fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
 }
 
 #[test]
+fn buckets_are_reduced_in_the_memory_of_the_step_before() {
+    let (mut d, sent) = ddp(&[Slot::f32(5)], (2, 2), 1, &[]);
+    for step in 1..4 {
+        d.step_with(
+            &mut Nothing,
+            |_, _, sink| sink.push(0, &[1.0f32; 5]),
+            |_, averages| {
+                assert_eq!(averages[0].as_slice::<f32>().unwrap(), [2.0; 5]);
+                Ok(())
+            },
+        )
+        .unwrap();
+        assert_eq!(sent.borrow().len(), 3 * step);
+        assert_eq!(d.replica().allocated.get(), 3, "step {step}");
+    }
+}
+
+#[test]
 fn wrong_gradients_are_named_and_stop_the_step() {
     let slots = [Slot::f32(2)];
     let refused = |f: &mut dyn FnMut(&mut oxccl_ddp::Sink<'_>) -> Result<()>, text: &str| {

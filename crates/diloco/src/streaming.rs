@@ -21,10 +21,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Device, Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
+use ftcore::{DType, Device, Error, ErrorKind, ReduceOp, Result, Traffic, deadline_in, time_left};
 use protocol::training::{Due, Rounds, Sends};
 use quant::ErrorFeedback;
-use replica::{Healed, ManagedWork, Participation, Replica, State};
+use replica::{Healed, ManagedWork, Participation, Replica, Spare, State, write_commit};
 
 use crate::backup::Keeper;
 use crate::feedback::Feedback;
@@ -57,14 +57,16 @@ pub struct RoundReport {
     pub superseded: bool,
 }
 
-/// `step 7 by 2 replicas, healed from rank 1 (800 bytes in 4 ms)`.
+/// `step 7 by 2 replicas, healed from replica rank 1 (800 bytes in 4 ms)`.
 impl fmt::Display for RoundReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "step {} by {} replicas", self.step, self.contributors)?;
-        match &self.healed {
-            Some(healed) => write!(f, ", {healed}"),
-            None => Ok(()),
-        }
+        write_commit(
+            f,
+            self.step,
+            self.contributors,
+            self.failed_attempts,
+            self.healed.as_ref(),
+        )
     }
 }
 
@@ -97,6 +99,7 @@ pub struct Diloco<R, P> {
     /// With the outer gradient of the round in flight, flat over the fragment's parameters.
     rounds: Rounds<Vec<f32>>,
     works: Vec<ManagedWork>,
+    spare: Spare,
     /// This replica's part in the round in flight.
     participation: Option<Participation>,
     /// Rounds that were committed in a call that ended with an error afterwards, or in this one.
@@ -163,6 +166,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             feedback: Feedback::default(),
             rounds,
             works: Vec::new(),
+            spare: Spare::default(),
             participation: None,
             reports: Vec::new(),
             healed: None,
@@ -471,8 +475,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         }
         let values = self.rounds.kept().map_or(&[][..], Vec::as_slice);
         for bucket in values.chunks(self.config.bucket_elements) {
-            let bucket = vec![Tensor::from_slice(bucket)];
-            self.works.push(self.replica.all_reduce(bucket, ReduceOp::Avg));
+            let mut copy = self.spare.take(&self.replica, DType::F32, bucket.len());
+            copy.as_mut_slice()?.copy_from_slice(bucket);
+            self.works
+                .push(self.replica.all_reduce(vec![copy], ReduceOp::Avg));
         }
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
@@ -541,20 +547,24 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     fn collect(&mut self) -> Option<(Vec<f32>, u32)> {
         let expected = self.rounds.kept().map_or(0, Vec::len);
         let mut mean = Vec::with_capacity(expected);
+        let mut reduced = Vec::with_capacity(self.works.len());
         let mut contributors = u32::MAX;
         for work in self.works.drain(..) {
             let bucket = work.take().and_then(|done| {
                 contributors = contributors.min(done.contributors);
-                done.into_tensor()?.into_vec::<f32>().map_err(Error::from)
+                let bucket = done.into_tensor()?;
+                mean.extend_from_slice(bucket.as_slice()?);
+                Ok(bucket)
             });
             match bucket {
-                Ok(values) => mean.extend(values),
+                Ok(bucket) => reduced.push(bucket),
                 Err(e) => {
                     self.replica.report_error(e);
                     return None;
                 }
             }
         }
+        self.spare.keep(reduced);
         if mean.len() != expected {
             let text = format!("the buckets returned {} of {expected} values", mean.len());
             self.replica.report_error(Error::new(ErrorKind::Internal, text));

@@ -46,6 +46,20 @@ fn local_sgd_adopts_the_mean_of_the_replicas() {
 }
 
 #[test]
+fn outer_gradients_are_reduced_in_the_memory_of_the_round_before() {
+    let config = DilocoConfig {
+        bucket_elements: 2,
+        ..DilocoConfig::local_sgd(1)
+    };
+    let mut d = begun(ScriptedReplica::identical(), &[5], config);
+    for round in 1..4 {
+        assert_eq!(inner_steps(&mut d, 1).len(), 1);
+        assert_eq!(d.params().get(0).unwrap(), [-(round as f32); 5]);
+        assert_eq!(d.replica().allocated.get(), 3, "round {round}");
+    }
+}
+
+#[test]
 fn nesterov_momentum_follows_the_hand_computed_history() {
     let outer = OuterOptimizer::Nesterov {
         lr: 0.5,

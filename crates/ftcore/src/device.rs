@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::{Arc, Once, PoisonError, RwLock};
 use std::time::Instant;
 
-use crate::{DType, Error, ErrorKind, Result, Tensor};
+use crate::{DType, Error, ErrorKind, Result, Tensor, copy_bytes};
 
 /// The kind of a device. Open: an out-of-tree device brings its own name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -264,12 +264,12 @@ impl Accelerator for CpuAccelerator {
     }
     fn copy_in(&self, from: &[u8], to: &mut Tensor, _stream: &dyn Stream) -> Result<()> {
         same_length(from.len(), to.byte_len())?;
-        to.bytes_mut().copy_from_slice(from);
+        copy_bytes(to.bytes_mut(), from);
         Ok(())
     }
     fn copy_out(&self, from: &Tensor, to: &mut [u8], _stream: &dyn Stream) -> Result<()> {
         same_length(from.byte_len(), to.len())?;
-        to.copy_from_slice(from.bytes());
+        copy_bytes(to, from.bytes());
         Ok(())
     }
 }

@@ -6,13 +6,14 @@
 //! it starts and how it ends. The first failure of a configuration writes a file if `OXCCL_FLIGHT_RECORDER_DIR` names a folder; [`dump`]
 //! writes one at any time. `oxccl trace` reads them.
 //!
-//! A record costs some 50 ns and two looks at the clock, no lock and no allocation: slots are atomics under a stamp, and a reader that
+//! A record costs 60 to 90 ns, no lock and no allocation (docs/benchmarks/index.md): slots are atomics under a stamp, and a reader that
 //! sees a stamp change under it leaves that slot out.
 
 mod files;
 mod json;
 mod ring;
 mod summary;
+mod ticks;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

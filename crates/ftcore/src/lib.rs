@@ -57,7 +57,7 @@ pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic, execute_
 pub use identity::Credentials;
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;
-pub use memory::{Real, Tensor, leaked_bytes, prefer_huge_pages, wrong_device};
+pub use memory::{Real, Tensor, copy_bytes, leaked_bytes, prefer_huge_pages, wrong_device};
 pub use options::{GroupOptions, Resolved, SubmitOptions, VARIABLE, option_text, variable_prefix};
 pub use process_space::process_space;
 pub use reduce_op::ReduceOp;

@@ -13,10 +13,12 @@ use std::sync::Arc;
 use crate::{DType, Device, Element, Error, ErrorKind, Result};
 
 mod complex;
+mod copy;
 mod views;
 
 pub use complex::Real;
 pub(crate) use complex::not_by_parts;
+pub use copy::copy_bytes;
 
 /// What keeps the memory alive.
 enum Owner {

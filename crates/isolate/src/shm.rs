@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ftcore::{DType, Device, Error, Result, Tensor};
+use ftcore::{DType, Device, Error, Result, Tensor, copy_bytes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -110,7 +110,10 @@ impl Mapping {
         let to = self.at(offset, from.len())?;
         // SAFETY: `to` has room (checked); the region is the caller's, so nothing else touches it, and `from` is other
         // memory: a tensor in shared memory is not copied.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
+        copy_bytes(
+            unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), from.len()) },
+            from,
+        );
         Ok(())
     }
 
@@ -118,7 +121,7 @@ impl Mapping {
     pub(crate) fn copy_out(&self, offset: usize, to: &mut [u8]) -> Result<()> {
         let from = self.at(offset, to.len())?;
         // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) };
+        copy_bytes(to, unsafe { std::slice::from_raw_parts(from.as_ptr(), to.len()) });
         Ok(())
     }
 

@@ -8,12 +8,14 @@
 mod pending;
 mod replica;
 mod room;
+mod spare;
 mod state_dict;
 mod states;
 mod values;
 
 pub use pending::{ManagedWork, Pending};
-pub use replica::{Healed, Members, Participation, Replica, State};
+pub use replica::{Healed, Members, Participation, Replica, State, write_commit};
 pub use room::room_for;
+pub use spare::Spare;
 pub use state_dict::{StateDict, StateTensor, check_name, writable};
 pub use states::States;

@@ -122,15 +122,36 @@ pub struct Healed {
     pub took: Duration,
 }
 
-/// `healed from rank 1 (800 bytes in 4 ms)`.
+/// `healed from replica rank 1 (800 bytes in 4 ms)`.
 impl fmt::Display for Healed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("healed")?;
         if let Some(rank) = self.source {
-            write!(f, " from rank {rank}")?;
+            write!(f, " from replica rank {rank}")?;
         }
         write!(f, " ({} bytes in {} ms)", self.bytes, self.took.as_millis())
     }
+}
+
+/// Writes what the reports of committed steps say in one line:
+/// `step 7 by 1 replica, after 1 failed attempt, healed from replica rank 1 (800 bytes in 4 ms)`.
+pub fn write_commit(
+    f: &mut fmt::Formatter<'_>,
+    step: i64,
+    contributors: u32,
+    failed_attempts: u32,
+    healed: Option<&Healed>,
+) -> fmt::Result {
+    let s = |n: u32| if n == 1 { "" } else { "s" };
+    write!(f, "step {step} by {contributors} replica{}", s(contributors))?;
+    if failed_attempts > 0 {
+        write!(
+            f,
+            ", after {failed_attempts} failed attempt{}",
+            s(failed_attempts)
+        )?;
+    }
+    healed.map_or(Ok(()), |healed| write!(f, ", {healed}"))
 }
 
 /// One replica's view of a fault-tolerant job. Not thread-safe: one training loop drives it.
@@ -242,4 +263,35 @@ pub trait Replica {
 
     /// Leaves the job, so that no replica waits for this one's heartbeat to run out.
     fn leave(&mut self, deadline: Instant) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Told(u32, u32, Option<Healed>);
+
+    impl fmt::Display for Told {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write_commit(f, 7, self.0, self.1, self.2.as_ref())
+        }
+    }
+
+    #[test]
+    fn a_commit_is_told_in_one_line() {
+        assert_eq!(Told(2, 0, None).to_string(), "step 7 by 2 replicas");
+        let healed = Healed {
+            source: Some(1),
+            bytes: 800,
+            took: Duration::from_millis(4),
+        };
+        assert_eq!(
+            Told(1, 1, Some(healed)).to_string(),
+            "step 7 by 1 replica, after 1 failed attempt, healed from replica rank 1 (800 bytes in 4 ms)"
+        );
+        assert_eq!(
+            Told(3, 2, None).to_string(),
+            "step 7 by 3 replicas, after 2 failed attempts"
+        );
+    }
 }

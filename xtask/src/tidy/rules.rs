@@ -62,8 +62,10 @@ fn may_be_unsafe(path: &str) -> bool {
         || krate.ends_with("-sys")
         || match krate {
             // dtype: the promise that a type is plain bytes, on which memory builds.
-            // exit: `atexit`.
-            "ftcore" => is("memory") || is("dtype") || is("exit") || is("forked"),
+            // exit: `atexit`. ticks: the processor's counter.
+            "ftcore" => {
+                is("memory") || is("dtype") || is("exit") || is("forked") || is("flight_recorder/ticks")
+            }
             "plugin" => true,
             "backend-gloo" => is("transport/shm") || is("shm") || is("raw"),
             "backend-xccl" => {

@@ -1,4 +1,4 @@
-//! Fault-tolerant data parallel with candle: `oxccl launch --replicas 2 -- target/debug/examples/candle_ddp 20000`. Kill a replica while it runs: the other
+//! Fault-tolerant data parallel with candle: `oxccl launch --replicas 2 -- target/debug/examples/candle_ddp 6000`. Kill a replica while it runs: the other
 //! one goes on, and the killed one is started again and takes its state over.
 
 use candle_core::{DType, Device, Tensor};

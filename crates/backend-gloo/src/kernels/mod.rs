@@ -16,7 +16,7 @@ mod x86;
 
 use std::sync::OnceLock;
 
-use ftcore::{DType, DTypeSet, Error, ErrorKind, ReduceOp, Result};
+use ftcore::{DType, DTypeSet, Error, ErrorKind, ReduceOp, Result, copy_bytes};
 use half::{bf16, f16};
 
 use loops::{Loops, Operands, Plain};
@@ -179,28 +179,7 @@ pub(crate) fn reduce_into(dtype: DType, op: ReduceOp, out: &mut [u8], a: &[u8], 
     Width::best(dtype).reduce(dtype, op, Operands::Into { out, a, b })
 }
 
-/// Shorter copies are `memcpy`'s.
-const COPY_FROM: usize = 1024;
-
-/// As `to.copy_from_slice(from)` (the shorter length counts), in vectors. From 2 KiB on glibc's `memcpy` is one `rep movsb` where the processor says that
-/// it is fast at that, and AMD's Zen 3 and 4 are three to ten times as slow at it as with vectors if `to` begins a few bytes
-/// further within a page than `from`, as a tensor behind its allocation's header does beside a ring: docs/benchmarks/kernels.md.
-pub(crate) fn copy(to: &mut [u8], from: &[u8]) {
-    let len = to.len().min(from.len());
-    let (Some(to), Some(from)) = (to.get_mut(..len), from.get(..len)) else {
-        return;
-    };
-    #[cfg(target_arch = "x86_64")]
-    if len >= COPY_FROM
-        && let Width::Avx2(avx2) = Width::best(DType::U8)
-    {
-        avx2.copy(to, from);
-        return;
-    }
-    to.copy_from_slice(from);
-}
-
-/// As [`copy`], written past the caches: for a `to` that is part of at least
+/// As [`copy_bytes`], written past the caches: for a `to` that is part of at least
 /// [`STREAM_FROM`] bytes. The stores are done (for other threads and processes too) when it returns.
 pub(crate) fn copy_stream(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
@@ -208,7 +187,7 @@ pub(crate) fn copy_stream(to: &mut [u8], from: &[u8]) {
         avx2.stream(to, from);
         return;
     }
-    copy(to, from);
+    copy_bytes(to, from);
 }
 
 /// Divides every element by `count` (integers toward zero); zeros if `count` is 0.

@@ -80,7 +80,7 @@ fn streamed_stores_by_size() {
             "| {} MiB | {:.1} | {:.1} | {:.1} | {:.1} |",
             bytes >> 20,
             run(&|out, _, b| out.copy_from_slice(b)),
-            run(&|out, _, b| copy(out, b)),
+            run(&|out, _, b| copy_bytes(out, b)),
             run(&|out, _, b| copy_stream(out, b)),
             run(&sum),
         );

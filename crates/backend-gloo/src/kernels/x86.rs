@@ -17,12 +17,6 @@ impl Avx2 {
     }
 
     /// As `to.copy_from_slice(from)` (the shorter length counts), but past the caches. Waits for the stores.
-    /// `to = from`, equally long.
-    pub(super) fn copy(self, to: &mut [u8], from: &[u8]) {
-        // SAFETY: this value proves that the machine has AVX2.
-        unsafe { copy(to, from) }
-    }
-
     pub(super) fn stream(self, to: &mut [u8], from: &[u8]) {
         // SAFETY: `self` proves that the machine has AVX2.
         unsafe { stream(to, from) }
@@ -229,30 +223,6 @@ fn stream_line(to: &mut [u8; LINE], line: &[u8; LINE]) {
     unsafe {
         _mm256_stream_si256(to, _mm256_loadu_si256(line));
         _mm256_stream_si256(to.add(1), _mm256_loadu_si256(line.add(1)));
-    }
-}
-
-/// Stores one line.
-#[inline(always)]
-fn copy_line(to: &mut [u8; LINE], line: &[u8; LINE]) {
-    let (to, line) = (to.as_mut_ptr().cast::<__m256i>(), line.as_ptr().cast::<__m256i>());
-    // SAFETY: both point to 64 bytes; only functions for machines with AVX2 call this.
-    unsafe {
-        let (low, high) = (_mm256_loadu_si256(line), _mm256_loadu_si256(line.add(1)));
-        _mm256_storeu_si256(to, low);
-        _mm256_storeu_si256(to.add(1), high);
-    }
-}
-
-#[target_feature(enable = "avx2")]
-fn copy(to: &mut [u8], from: &[u8]) {
-    let (to, to_rest) = to.as_chunks_mut::<LINE>();
-    let (from, from_rest) = from.as_chunks::<LINE>();
-    for (to, from) in to.iter_mut().zip(from) {
-        copy_line(to, from);
-    }
-    for (to, from) in to_rest.iter_mut().zip(from_rest) {
-        *to = *from;
     }
 }
 

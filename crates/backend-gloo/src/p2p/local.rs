@@ -2,10 +2,9 @@
 
 use std::time::Instant;
 
-use ftcore::{Collective, Completer, DType, Error, ErrorKind, Result};
+use ftcore::{Collective, Completer, DType, Error, ErrorKind, Result, copy_bytes};
 
 use super::{Batch, Messages, Posted, Sent, Way, lost};
-use crate::kernels;
 use crate::wire::Control;
 
 /// The message behind an offer, or a piece of one: up to two runs of bytes, since a ring wraps.
@@ -26,8 +25,8 @@ pub(crate) struct Begun {
 pub(crate) fn copy(into: &mut [u8], from: Runs<'_>) -> Result<()> {
     let [first, second] = from;
     let (head, tail) = into.split_at_mut_checked(first.len()).ok_or_else(lost)?;
-    kernels::copy(head, first);
-    kernels::copy(tail.get_mut(..second.len()).ok_or_else(lost)?, second);
+    copy_bytes(head, first);
+    copy_bytes(tail.get_mut(..second.len()).ok_or_else(lost)?, second);
     Ok(())
 }
 

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
 use super::json;
-use super::ring::{GroupRing, unix_ns};
+use super::ring::GroupRing;
+use super::ticks::unix_ns;
 use crate::{Error, Result, lifecycle};
 
 /// Rings of groups that are gone and stay readable.

@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::ring::{Configured, Operation, Snapshot, unix_ns};
+use super::ring::{Configured, Operation, Snapshot};
+use super::ticks::unix_ns;
 use crate::{OpKind, ReduceOp};
 
 /// Raised when a reader of an earlier version would misread a record.

@@ -6,8 +6,8 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use super::ticks::{Times, now};
 use super::{Summary, files};
 use crate::{Configuration, Error};
 
@@ -25,29 +25,12 @@ const STATE: u64 = (1 << STATE_BITS) - 1;
 /// Configurations and failures of a group that are remembered by name.
 const REMEMBERED: usize = 32;
 
-/// What times are counted from, and the wall clock then.
-fn origin() -> (Instant, u64) {
-    static ORIGIN: OnceLock<(Instant, u64)> = OnceLock::new();
-    *ORIGIN.get_or_init(|| (Instant::now(), unix_ns()))
-}
-
-/// The wall clock, in nanoseconds since 1970.
-pub(super) fn unix_ns() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |now| u64::try_from(now.as_nanos()).unwrap_or(u64::MAX))
-}
-
-/// Nanoseconds of the wall clock since 1970 that do not go back within a process.
-fn now() -> u64 {
-    let (began, wall) = origin();
-    wall.wrapping_add(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX))
-}
-
 #[derive(Debug, Default)]
 struct Slot {
     stamp: AtomicU64,
     epoch: AtomicU64,
     seq: AtomicU64,
+    /// These three in ticks.
     submitted: AtomicU64,
     started: AtomicU64,
     ended: AtomicU64,
@@ -62,6 +45,7 @@ pub(super) struct Configured {
     pub(super) prefix: String,
     pub(super) rank: u32,
     pub(super) world: u32,
+    /// In nanoseconds since 1970; in ticks as long as it is in the ring.
     pub(super) at: u64,
 }
 
@@ -260,12 +244,14 @@ impl GroupRing {
 
     /// What it holds. Operations that change while this looks are left out.
     pub(super) fn snapshot(&self) -> Snapshot {
-        let (configurations, failures) = {
+        let (mut configurations, failures) = {
             let told = self.told();
             (told.configurations.clone(), told.failures.clone())
         };
         let slots = self.slots.get().map_or(&[][..], |slots| slots);
-        let mut operations: Vec<Operation> = slots.iter().filter_map(read).collect();
+        let times = Times::new();
+        configurations.iter_mut().for_each(|c| c.at = times.unix_ns(c.at));
+        let mut operations: Vec<Operation> = slots.iter().filter_map(|slot| read(slot, times)).collect();
         operations.sort_unstable_by_key(|o| o.index);
         for operation in &mut operations {
             let reason = failures.iter().rfind(|f| f.index == operation.index);
@@ -279,7 +265,7 @@ impl GroupRing {
     }
 }
 
-fn read(slot: &Slot) -> Option<Operation> {
+fn read(slot: &Slot, times: Times) -> Option<Operation> {
     let stamp = slot.stamp.load(Ordering::Acquire);
     let words = slot.summary.each_ref().map(|word| word.load(Ordering::Relaxed));
     let [epoch, seq, submitted, started, ended] = [
@@ -308,9 +294,9 @@ fn read(slot: &Slot) -> Option<Operation> {
         seq,
         summary: Summary::decode(words)?,
         state,
-        submitted,
-        started,
-        ended: if over { ended } else { 0 },
+        submitted: times.unix_ns(submitted),
+        started: times.unix_ns(started),
+        ended: if over { times.unix_ns(ended) } else { 0 },
         reason: None,
     })
 }

@@ -6,10 +6,9 @@
 
 use std::sync::atomic::Ordering;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, copy_bytes};
 
 use super::map::{Mapping, PAGE};
-use crate::kernels;
 
 /// Bytes that fit. A multiple of every element size and of [`ALIGN`], so no element lies across the end.
 pub(crate) const CAPACITY: usize = 256 * 1024;
@@ -89,7 +88,7 @@ impl Writer {
             let Some((head, tail)) = bytes.split_at_checked(len).filter(|(h, _)| !h.is_empty()) else {
                 return;
             };
-            kernels::copy(space, head);
+            copy_bytes(space, head);
             self.advance(len);
             bytes = tail;
         }
