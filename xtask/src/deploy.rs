@@ -66,3 +66,37 @@ fn run(name: &str, mut command: Command, files: &[PathBuf]) -> Result<bool> {
     println!("{name}: {} files", files.len());
     Ok(finished.is_success())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    /// What `deploy/Containerfile` copies is what `.dockerignore` lets through; cargo needs all members to build one.
+    #[test]
+    fn the_image_is_built_from_all_members() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let read =
+            |name: &str| std::fs::read_to_string(root.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let ignored = read(".dockerignore");
+        let allowed: Vec<&str> = ignored
+            .lines()
+            .filter_map(|line| line.strip_prefix('!'))
+            .collect();
+        let manifest = read("Cargo.toml");
+        let (_, rest) = manifest.split_once("members = [").expect("members");
+        let (members, _) = rest.split_once(']').expect("their end");
+        let folders: Vec<&str> = members
+            .split('"')
+            .skip(1)
+            .step_by(2)
+            .filter_map(|m| m.split('/').next())
+            .collect();
+        assert!(folders.contains(&"crates"), "{folders:?}");
+        for needed in folders
+            .into_iter()
+            .chain(["Cargo.toml", "Cargo.lock", "rust-toolchain.toml"])
+        {
+            assert!(allowed.contains(&needed), "{needed} is not in .dockerignore");
+        }
+    }
+}

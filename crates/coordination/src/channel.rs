@@ -128,7 +128,7 @@ impl Way {
                 party.job()
             ),
             (None, true, _) => format!(
-                "a server at https:// asks for credentials, and this process has none (it called nobody): set {} to their folder",
+                "a server at https:// asks for credentials, and this process has none, so it made no call: set {} to their folder",
                 Credentials::VARIABLE
             ),
             _ => "it begins neither with http:// nor with https://".into(),
