@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, DType, Error, Failed, GroupInfo, OpKind, ProcessGroup,
-    Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    Checked, Completion, Error, Failed, OpKind, ProcessGroup, Rejected, Result, SubmitOptions, Work, Wrapper,
+    deadline_in,
 };
 use oxccl::launch::{EventKind, EventSender};
 
@@ -99,17 +99,11 @@ impl HoldGroup {
     }
 }
 
-#[deny(clippy::missing_trait_methods)]
-impl ProcessGroup for HoldGroup {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for HoldGroup {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
-    }
+
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         if let Some(error) = self.refusal(&op) {
             let op = op.into_inner();
@@ -118,6 +112,7 @@ impl ProcessGroup for HoldGroup {
         self.pass(&op);
         self.inner.submit(op, options)
     }
+
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         if let Some(error) = self.refusal(&op) {
             let tensors = op.into_inner().into_tensors();
@@ -125,9 +120,6 @@ impl ProcessGroup for HoldGroup {
         }
         self.pass(&op);
         self.inner.execute(op, options)
-    }
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        self.inner.alloc(dtype, count)
     }
 
     fn split(
@@ -137,17 +129,5 @@ impl ProcessGroup for HoldGroup {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         self.inner.split(color, key, deadline)
-    }
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }

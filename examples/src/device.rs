@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Configuration, Device, DeviceKind,
-    Error, Feature, GroupInfo, GroupOptions, OpKind, ProcessGroup, ProcessGroupExt, Rejected, Result, Stream,
-    SubmitOptions, Tensor, Traffic, Work, accelerator, deadline_in, work_pair,
+    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Device, DeviceKind, Error, Failed,
+    Feature, GroupOptions, OpKind, ProcessGroup, ProcessGroupExt, Rejected, Result, Stream, SubmitOptions,
+    Tensor, Work, Wrapper, accelerator, deadline_in, execute_by_submit, work_pair,
 };
 
 /// The device of `kind` that replica number `replica` takes: they take turns on the devices of this machine.
@@ -123,17 +123,13 @@ fn back(
     }
 }
 
-impl ProcessGroup for OnDevice {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for OnDevice {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -163,24 +159,12 @@ impl ProcessGroup for OnDevice {
         Ok(work)
     }
 
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
+    }
+
     fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         let text = format!("a split of host memory over a group on {}", self.device);
         Err(Error::unsupported(text))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }

@@ -9,8 +9,8 @@ use std::time::Instant;
 use backend_gloo::GlooGroup;
 use conformance::{Limit, Mode, Plan};
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, Device, Error, Feature, GroupInfo, OpKind,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
+    Capabilities, Checked, Collective, Completion, Device, Failed, Feature, OpKind, ProcessGroup, Rejected,
+    Result, SubmitOptions, Work, Wrapper, execute_by_submit,
 };
 
 struct InPlace {
@@ -54,17 +54,13 @@ impl InPlace {
     }
 }
 
-impl ProcessGroup for InPlace {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for InPlace {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -83,6 +79,10 @@ impl ProcessGroup for InPlace {
         }
     }
 
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
+    }
+
     fn split(
         &self,
         color: Option<u32>,
@@ -91,22 +91,6 @@ impl ProcessGroup for InPlace {
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let child = self.inner.split(color, key, deadline)?;
         Ok(child.map(|child| Box::new(Self::new(child)) as Box<dyn ProcessGroup>))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }
 

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, DType, Error, ErrorKind, Failed, GroupInfo,
-    ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
+    Checked, Completion, Configuration, Error, ErrorKind, Failed, ProcessGroup, Rejected, Result,
+    SubmitOptions, Work, Wrapper,
 };
 
 /// One rank's end of a group that outlives the case.
@@ -51,13 +51,9 @@ impl Lasting {
 /// What a case gets. Dropping it leaves the group as it is.
 pub(crate) struct Lent(pub(crate) Arc<Lasting>);
 
-impl ProcessGroup for Lent {
-    fn info(&self) -> GroupInfo {
-        self.0.group.info()
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        self.0.group.capabilities()
+impl Wrapper for Lent {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.0.group
     }
 
     fn configure(&self, _: Configuration) -> Result<()> {
@@ -70,10 +66,6 @@ impl ProcessGroup for Lent {
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         self.0.group.execute(op, options)
-    }
-
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        self.0.group.alloc(dtype, count)
     }
 
     fn split(
@@ -90,21 +82,15 @@ impl ProcessGroup for Lent {
         drop(self.0.refuse("abort"));
     }
 
-    fn error(&self) -> Option<Error> {
-        self.0.group.error()
-    }
-
     fn shutdown(&self, _: Instant) -> Result<()> {
         Err(self.0.refuse("shutdown"))
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.0.group.traffic()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use ftcore::{Capabilities, GroupInfo, Traffic};
+
     use super::*;
 
     struct Nothing(Capabilities);
@@ -164,7 +150,7 @@ mod tests {
     #[test]
     fn a_case_that_ends_a_group_of_others_fails() {
         let soon = ftcore::deadline_in(std::time::Duration::from_secs(5));
-        let uses: [fn(&Lent, Instant); 2] = [
+        let uses: [fn(&dyn ProcessGroup, Instant); 2] = [
             |g, _| g.abort("mine"),
             |g, by| {
                 assert_eq!(g.shutdown(by).unwrap_err().kind(), ErrorKind::InvalidState);

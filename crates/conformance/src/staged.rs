@@ -10,9 +10,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
 use ftcore::{
-    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Configuration, Device, Error,
-    Feature, GroupInfo, ProcessGroup, Rejected, Result, Stream, SubmitOptions, Tensor, Traffic, Work,
-    accelerator, deadline_in, names, work_pair,
+    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Device, Error, Failed, Feature,
+    ProcessGroup, Rejected, Result, Stream, SubmitOptions, Tensor, Work, Wrapper, accelerator, deadline_in,
+    execute_by_submit, names, work_pair,
 };
 
 /// Two groups in one: `inner` serves device memory, this one host memory.
@@ -137,17 +137,13 @@ impl Staged {
     }
 }
 
-impl ProcessGroup for Staged {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for Staged {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -174,6 +170,10 @@ impl ProcessGroup for Staged {
         Ok(outer)
     }
 
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
+    }
+
     fn split(
         &self,
         color: Option<u32>,
@@ -184,21 +184,5 @@ impl ProcessGroup for Staged {
             .split(color, key, deadline)?
             .map(|child| staged(child, &self.device))
             .transpose()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }

@@ -1,7 +1,7 @@
 //! The process group: one data method, and what is needed to configure, abort and ask.
 //!
-//! A wrapper (quantised, isolated, managed, chaos) is itself a `ProcessGroup` around a `ProcessGroup` and forwards
-//! every method. Users call the named collectives of [`ProcessGroupExt`](crate::ProcessGroupExt).
+//! A wrapper (quantised, isolated, managed, chaos) is itself a `ProcessGroup` around a `ProcessGroup`; one that changes
+//! little is written as a [`Wrapper`](crate::Wrapper). Users call the named collectives of [`ProcessGroupExt`](crate::ProcessGroupExt).
 
 use std::fmt;
 use std::sync::Arc;

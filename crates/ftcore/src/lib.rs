@@ -38,6 +38,7 @@ mod staged;
 pub mod store;
 mod validate;
 mod work;
+mod wrapper;
 
 pub use address::{bracketed_host, join_address, split_address, split_url};
 pub use cancel::Cancel;
@@ -67,3 +68,4 @@ pub use staged::Staged;
 pub use store::{FileStore, InMemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use validate::{Checked, Rejected};
 pub use work::{Completer, Completion, Failed, Status, Timings, Work, driven_work_pair, work_pair};
+pub use wrapper::Wrapper;

@@ -12,8 +12,8 @@ use std::time::Instant;
 use backend_gloo::{GlooFactory, GlooGroup};
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, Device, Error, ErrorKind, Failed, Feature, GroupInfo,
-    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
+    Capabilities, Checked, Completion, Configuration, Device, Error, ErrorKind, Failed, Feature,
+    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Work, Wrapper,
 };
 
 struct Mute {
@@ -34,13 +34,15 @@ fn muted(mut capabilities: Capabilities) -> Capabilities {
     capabilities
 }
 
-impl ProcessGroup for Mute {
-    fn info(&self) -> GroupInfo {
-        self.gloo.info()
+impl Wrapper for Mute {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &self.gloo
     }
+
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
+
     fn configure(&self, configuration: Configuration) -> Result<()> {
         if self.configured.swap(true, std::sync::atomic::Ordering::SeqCst) {
             return Err(Error::new(
@@ -50,25 +52,20 @@ impl ProcessGroup for Mute {
         }
         self.gloo.configure(configuration)
     }
+
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         self.gloo.submit(op, options)
     }
+
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         self.gloo.execute(op, options)
     }
+
     fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         Err(Error::unsupported("no split"))
     }
+
     fn abort(&self, _: &str) {}
-    fn error(&self) -> Option<Error> {
-        self.gloo.error()
-    }
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.gloo.shutdown(deadline)
-    }
-    fn traffic(&self) -> Traffic {
-        self.gloo.traffic()
-    }
 }
 
 struct MuteFactory;

@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Collective, Completer, Completion, Configuration, DType, DTypeSet, Error,
-    ErrorKind, Feature, GroupInfo, ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions,
-    Tensor, Traffic, Work, deadline_in, work_pair,
+    Capabilities, Checked, Collective, Completer, Completion, DType, DTypeSet, Error, ErrorKind, Failed,
+    Feature, ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions, Tensor, Work, Wrapper,
+    deadline_in, execute_by_submit, work_pair,
 };
 
 use place::Place;
@@ -256,17 +256,13 @@ fn join(call: Call, completer: Completer, finisher: Option<Sender<Finish>>) {
     }
 }
 
-impl ProcessGroup for CountedGroup {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for CountedGroup {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -279,8 +275,8 @@ impl ProcessGroup for CountedGroup {
         }
     }
 
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        self.inner.alloc(dtype, count)
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
     }
 
     fn split(
@@ -293,28 +289,12 @@ impl ProcessGroup for CountedGroup {
         Ok(child
             .map(|c| Box::new(Self::new(Arc::from(c), self.count, self.timeout)) as Box<dyn ProcessGroup>))
     }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use backend_gloo::GlooGroup;
-    use ftcore::{Device, Epoch, GroupOptions, InMemoryStore, Staged, Store, accelerator};
+    use ftcore::{Configuration, Device, Epoch, GroupOptions, InMemoryStore, Staged, Store, accelerator};
     use training_rig::CountedDevice;
 
     use super::*;
@@ -338,34 +318,26 @@ mod tests {
         }
     }
 
-    impl ProcessGroup for OnlySums {
-        fn info(&self) -> GroupInfo {
-            self.0.info()
+    impl Wrapper for OnlySums {
+        fn inner(&self) -> &dyn ProcessGroup {
+            &*self.0
         }
+
         fn capabilities(&self) -> &Capabilities {
             &self.1
         }
-        fn configure(&self, configuration: Configuration) -> Result<()> {
-            self.0.configure(configuration)
-        }
+
         fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
             assert!(options.contribute);
             self.0.submit(op, options)
         }
+
+        fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+            self.0.execute(op, options)
+        }
+
         fn split(&self, c: Option<u32>, k: u32, d: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
             self.0.split(c, k, d)
-        }
-        fn abort(&self, reason: &str) {
-            self.0.abort(reason);
-        }
-        fn error(&self) -> Option<Error> {
-            self.0.error()
-        }
-        fn shutdown(&self, deadline: Instant) -> Result<()> {
-            self.0.shutdown(deadline)
-        }
-        fn traffic(&self) -> Traffic {
-            self.0.traffic()
         }
     }
 

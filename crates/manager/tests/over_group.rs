@@ -17,9 +17,8 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{
-    Capabilities, Checked, Configuration, Error, ErrorKind, Feature, GroupInfo, GroupOptions, OpKind,
-    ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, Work,
-    deadline_in,
+    Capabilities, Checked, Completion, ErrorKind, Failed, Feature, GroupOptions, OpKind, ProcessGroup,
+    ReduceOp, Rejected, Result, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Work, Wrapper, deadline_in,
 };
 use oxccl_manager::{HealOver, Manager, ManagerConfig, Participation, Replica, State};
 
@@ -408,19 +407,23 @@ fn a_source_killed_while_it_sends_costs_an_attempt_and_the_state_comes_from_anot
 /// A gloo group that says that it lacks something.
 struct Lacking(Arc<backend_gloo::GlooGroup>, Capabilities);
 
-impl ProcessGroup for Lacking {
-    fn info(&self) -> GroupInfo {
-        self.0.info()
+impl Wrapper for Lacking {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.0
     }
+
     fn capabilities(&self) -> &Capabilities {
         &self.1
     }
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.0.configure(configuration)
-    }
+
     fn submit(&self, op: Checked, options: SubmitOptions) -> std::result::Result<Work, Box<Rejected>> {
         self.0.submit(op, options)
     }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.0.execute(op, options)
+    }
+
     fn split(
         &self,
         color: Option<u32>,
@@ -428,18 +431,6 @@ impl ProcessGroup for Lacking {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         self.0.split(color, key, deadline)
-    }
-    fn abort(&self, reason: &str) {
-        self.0.abort(reason);
-    }
-    fn error(&self) -> Option<Error> {
-        self.0.error()
-    }
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.0.shutdown(deadline)
-    }
-    fn traffic(&self) -> Traffic {
-        self.0.traffic()
     }
 }
 

@@ -17,9 +17,9 @@ use coordination::{
     QuorumRequest,
 };
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, Feature, GroupInfo,
-    GroupOptions, InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store,
-    SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, Feature, GroupOptions,
+    InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor,
+    Work, Wrapper, deadline_in,
 };
 use oxccl_manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
@@ -499,38 +499,31 @@ struct Overheard {
     before: Box<dyn Fn(&Configuration) + Send + Sync>,
 }
 
-impl ProcessGroup for Overheard {
-    fn info(&self) -> GroupInfo {
-        self.group.info()
+impl Wrapper for Overheard {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &self.group
     }
-    fn capabilities(&self) -> &Capabilities {
-        self.group.capabilities()
-    }
+
     fn configure(&self, configuration: Configuration) -> Result<()> {
         (self.before)(&configuration);
         self.group.configure(configuration)
     }
+
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         self.group.submit(op, options)
     }
+
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         self.group.execute(op, options)
     }
+
     fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         Ok(None)
     }
+
     fn abort(&self, reason: &str) {
         self.group.abort(reason);
         let _ = self.aborts.lock().unwrap().send(reason.to_string());
-    }
-    fn error(&self) -> Option<Error> {
-        self.group.error()
-    }
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.group.shutdown(deadline)
-    }
-    fn traffic(&self) -> Traffic {
-        self.group.traffic()
     }
 }
 
@@ -632,34 +625,35 @@ fn l27_an_abort_that_comes_just_before_the_group_connects_is_not_lost() {
 /// A group that connects to no peer, has no barrier, and breaks when it is told to.
 struct Unplugged(backend_gloo::GlooGroup, Mutex<Option<Error>>, Capabilities);
 
-impl ProcessGroup for Unplugged {
-    fn info(&self) -> GroupInfo {
-        self.0.info()
+impl Wrapper for Unplugged {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &self.0
     }
+
     fn capabilities(&self) -> &Capabilities {
         &self.2
     }
+
     fn configure(&self, _: Configuration) -> Result<()> {
         Ok(())
     }
+
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         self.0.submit(op, options)
     }
+
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         self.0.execute(op, options)
     }
+
     fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         Ok(None)
     }
+
     fn abort(&self, _: &str) {}
+
     fn error(&self) -> Option<Error> {
         self.1.lock().unwrap().clone()
-    }
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.0.shutdown(deadline)
-    }
-    fn traffic(&self) -> Traffic {
-        self.0.traffic()
     }
 }
 

@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::ranks::{self, configuration, configure, group, meet, ranks, reduce, soon, values, with_options};
 use ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DType, Error, ErrorKind, Failed, GroupInfo,
-    ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
-    deadline_in, execute_by_submit, work_pair,
+    Checked, Collective, Completion, DType, ErrorKind, Failed, ProcessGroup, ProcessGroupExt, ReduceOp,
+    Rejected, Result, SubmitOptions, Tensor, Work, Wrapper, deadline_in, execute_by_submit, work_pair,
 };
 use oxccl_quant::{Accuracy, Codec, Moves, QuantizeOptions, QuantizedGroup};
 
@@ -285,17 +284,11 @@ struct Tampering {
     spoil: Spoil,
 }
 
-#[deny(clippy::missing_trait_methods)]
-impl ProcessGroup for Tampering {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for Tampering {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
-    }
+
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let kind = op.get().kind();
         let work = self.inner.submit(op, options)?;
@@ -318,27 +311,13 @@ impl ProcessGroup for Tampering {
         });
         Ok(spoilt)
     }
+
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         execute_by_submit(self, op, options)
-    }
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        self.inner.alloc(dtype, count)
     }
 
     fn split(&self, color: Option<u32>, key: u32, by: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         self.inner.split(color, key, by)
-    }
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }
 

@@ -17,8 +17,8 @@ use backend_xccl as _;
 use conformance::{Limit, Mode, Plan};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, Failed,
-    Feature, GroupInfo, GroupOptions, PrefixStore, ProcessGroup, Rejected, Result, SubmitOptions, Traffic,
-    Work,
+    Feature, GroupInfo, GroupOptions, PrefixStore, ProcessGroup, Rejected, Result, SubmitOptions, Work,
+    Wrapper,
 };
 use isolate::{IsolateOptions, IsolatedGroup};
 use oxccl_world::{BackendSpec, GroupSpec, World, WorldOptions};
@@ -57,7 +57,11 @@ impl ThroughWorld {
     }
 }
 
-impl ProcessGroup for ThroughWorld {
+impl Wrapper for ThroughWorld {
+    fn inner(&self) -> &dyn ProcessGroup {
+        self.group()
+    }
+
     fn info(&self) -> GroupInfo {
         let epoch = self.made.get().map(|made| made.epoch);
         let info = self.group().info();
@@ -107,22 +111,10 @@ impl ProcessGroup for ThroughWorld {
         self.group().split(color, key, deadline)
     }
 
-    fn abort(&self, reason: &str) {
-        self.group().abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.group().error()
-    }
-
     fn shutdown(&self, deadline: Instant) -> Result<()> {
         let ended = self.group().shutdown(deadline);
         let world = self.made.get().map(|made| made.world.shutdown(deadline));
         ended.and(world.unwrap_or(Ok(())))
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.group().traffic()
     }
 }
 

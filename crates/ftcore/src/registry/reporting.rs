@@ -3,8 +3,7 @@
 use std::time::Instant;
 
 use crate::{
-    Capabilities, Checked, Completion, Configuration, DType, Error, Failed, GroupInfo, ProcessGroup,
-    Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
+    Checked, Completion, Failed, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Work, Wrapper,
 };
 
 struct Reporting {
@@ -20,20 +19,15 @@ pub(super) fn with_dropped(inner: Box<dyn ProcessGroup>, dropped: Vec<String>) -
     }
 }
 
-#[deny(clippy::missing_trait_methods)]
-impl ProcessGroup for Reporting {
+impl Wrapper for Reporting {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
+    }
+
     fn info(&self) -> GroupInfo {
         let mut info = self.inner.info();
         info.dropped_options.extend_from_slice(&self.dropped);
         info
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -44,10 +38,6 @@ impl ProcessGroup for Reporting {
         self.inner.execute(op, options)
     }
 
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        self.inner.alloc(dtype, count)
-    }
-
     fn split(
         &self,
         color: Option<u32>,
@@ -56,21 +46,5 @@ impl ProcessGroup for Reporting {
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let child = self.inner.split(color, key, deadline)?;
         Ok(child.map(|child| with_dropped(child, self.dropped.clone())))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }

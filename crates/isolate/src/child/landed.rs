@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use ftcore::engine::spawn;
 use ftcore::{
-    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Configuration, Device, Error,
-    Feature, GroupInfo, ProcessGroup, Rejected, Result, Stream, SubmitOptions, Traffic, Work, accelerator,
-    deadline_in, names, work_pair,
+    Accelerator, Capabilities, Checked, Collective, Completer, Completion, Device, Failed, Feature,
+    ProcessGroup, Rejected, Result, Stream, SubmitOptions, Work, Wrapper, accelerator, deadline_in,
+    execute_by_submit, names, work_pair,
 };
 
 /// See the module.
@@ -105,17 +105,13 @@ fn bring_back(incoming: &Receiver<Ended>, accelerator: &dyn Accelerator, stream:
     }
 }
 
-impl ProcessGroup for Landed {
-    fn info(&self) -> GroupInfo {
-        self.inner.info()
+impl Wrapper for Landed {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.inner
     }
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.inner.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -142,6 +138,10 @@ impl ProcessGroup for Landed {
         Ok(outer)
     }
 
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
+    }
+
     fn split(
         &self,
         color: Option<u32>,
@@ -152,21 +152,5 @@ impl ProcessGroup for Landed {
             return Ok(None);
         };
         Ok(Some(Box::new(Self::new(child, &self.device)?)))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.inner.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.inner.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 }
