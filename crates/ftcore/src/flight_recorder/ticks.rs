@@ -19,11 +19,12 @@ fn monotonic_ns() -> u64 {
         .wrapping_add(now.tv_nsec as u64)
 }
 
-/// One moment by both clocks.
+/// One moment by all clocks.
 #[derive(Debug, Clone, Copy)]
 struct Moment {
     ticks: u64,
     monotonic_ns: u64,
+    unix_ns: u64,
 }
 
 /// Where ticks come from, and the first moment.
@@ -31,7 +32,6 @@ struct Moment {
 struct Clock {
     is_counter: bool,
     began: Moment,
-    began_unix_ns: u64,
 }
 
 impl Clock {
@@ -39,11 +39,8 @@ impl Clock {
         static CLOCK: OnceLock<Clock> = OnceLock::new();
         CLOCK.get_or_init(|| {
             let is_counter = has_counter();
-            Self {
-                is_counter,
-                began: moment(is_counter),
-                began_unix_ns: unix_ns(),
-            }
+            let began = moment(is_counter);
+            Self { is_counter, began }
         })
     }
 }
@@ -65,12 +62,23 @@ fn read(is_counter: bool) -> u64 {
     monotonic_ns()
 }
 
+/// The clocks are read one after the other, and a thread may lose its core in between: the quickest of three readings counts.
 fn moment(is_counter: bool) -> Moment {
-    // What lies between the two is the error of the times: some tens of nanoseconds.
-    Moment {
-        ticks: read(is_counter),
-        monotonic_ns: monotonic_ns(),
-    }
+    let reading = || {
+        let before = read(is_counter);
+        let (monotonic_ns, unix_ns) = (monotonic_ns(), unix_ns());
+        let took = read(is_counter).saturating_sub(before);
+        let ticks = before + took / 2;
+        let moment = Moment {
+            ticks,
+            monotonic_ns,
+            unix_ns,
+        };
+        (took, moment)
+    };
+    let [first, second, third] = [reading(), reading(), reading()];
+    let quicker = |a: (u64, Moment), b: (u64, Moment)| if a.0 <= b.0 { a } else { b };
+    quicker(quicker(first, second), third).1
 }
 
 /// Now, in ticks.
@@ -93,7 +101,7 @@ impl Times {
         let clock = Clock::get();
         let (began, now) = (clock.began, moment(clock.is_counter));
         Self {
-            began_unix_ns: clock.began_unix_ns,
+            began_unix_ns: began.unix_ns,
             began_ticks: began.ticks,
             rate: (
                 now.monotonic_ns.saturating_sub(began.monotonic_ns),
@@ -120,19 +128,18 @@ mod tests {
 
     #[test]
     fn ticks_become_the_times_at_which_they_were_read() {
-        now();
-        let mut last = 0;
-        for _ in 0..50 {
-            let (before, ticks, after) = (unix_ns(), now(), unix_ns());
-            std::thread::yield_now();
-            let at = Times::new().unix_ns(ticks);
-            // The wall clock may be set or slewed meanwhile, and these two readings are not the clock's own.
-            let slack = 5_000_000;
+        let before = unix_ns();
+        let ticks: Vec<u64> = (0..1000).map(|_| now()).collect();
+        let after = unix_ns();
+        let times = Times::new();
+        let told: Vec<u64> = ticks.iter().map(|&t| times.unix_ns(t)).collect();
+        assert!(told.is_sorted(), "{told:?}");
+        // Wide: the wall clock may be set or slewed meanwhile, and a busy machine may stop this thread anywhere.
+        let slack = 1_000_000_000;
+        for at in told {
             assert!(before - slack < at && at < after + slack, "{before} {at} {after}");
-            assert!(last <= at + 1000, "{last} {at}");
-            last = at;
         }
-        assert_eq!(Times::new().unix_ns(0), 0);
+        assert_eq!(times.unix_ns(0), 0);
     }
 
     #[test]
