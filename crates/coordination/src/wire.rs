@@ -386,8 +386,7 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         cause = c.source();
     }
     if local && status.code() == Code::PermissionDenied {
-        // In place of five layers of HTTP/2.
-        text = without_credentials();
+        text = format!("{}; {}", quoted(&text), without_credentials());
     }
     let error = Error::new(kind, text)
         .with_op(op)
@@ -400,10 +399,16 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
     }
 }
 
+/// Of what HTTP/2 tells in five layers about a connection that the server ended: the words of the server, which stand in quotes.
+fn quoted(text: &str) -> &str {
+    let found = text.split_once("b\"").and_then(|(_, rest)| rest.split_once('"'));
+    found.map_or(text, |(words, _)| words)
+}
+
 /// What to do about a server that asks for credentials, where this process speaks to it without.
 pub(crate) fn without_credentials() -> String {
     format!(
-        "that server asks for credentials: set {} to the folder of this job's credentials, and use the server's https:// URL",
+        "set {} to the folder of this job's credentials, and use the server's https:// URL",
         Credentials::VARIABLE
     )
 }

@@ -390,6 +390,7 @@ fn callers_without_credentials_or_with_anothers_are_told_what_is_missing() {
             text.contains("asks for the credentials of job demo") && text.contains("OXCCL_CREDENTIALS"),
             "{e}"
         );
+        assert!(!text.contains("http2"), "{e}");
         let e = LighthouseClient::connect_as(Some(job.operator()), &plain, short()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.message().contains("without credentials"), "{e}");

@@ -225,7 +225,10 @@ async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
     };
     // What a server with TLS says to a request without.
     if answer.starts_with(b"HTTP/1.1 403") {
-        return Err(Error::invalid(format!("'{url}': {}", without_credentials())));
+        return Err(Error::invalid(format!(
+            "'{url}': that server asks for credentials; {}",
+            without_credentials()
+        )));
     }
     if !answer.starts_with(b"HTTP/1.1 200") {
         return Err(bad());
