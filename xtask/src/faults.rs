@@ -138,6 +138,9 @@ const FAULTS: &[Fault] = &[
     ("checkpoint: a header that promises more than there is", Tests("oxccl-checkpoint --lib"), &[("crates/checkpoint/src/codec.rs", "if header.data_len() != source.left {", "if false && header.data_len() != source.left {")]),
     ("lighthouse's answers: a place outside of the group", Tests("oxccl-coordination --lib -- wire"), &[("crates/coordination/src/wire.rs", "if result.replica_rank >= result.replica_world_size {", "if result.replica_rank > result.replica_world_size {")]),
     ("planning: the last bucket costs nothing", Tests("oxccl-fleet"), &[("crates/fleet/src/method.rs", "let (count, rest) = (values / bucket, values % bucket);", "let (count, rest) = (values / bucket, 0 * values);")]),
+    ("DDP: micro-batches are not added up", Tests("oxccl-ddp --test all"), &[("crates/ddp/src/buckets.rs", "if self.micro_batch + 1 == self.micro_batches {", "if self.micro_batch == 0 {")]),
+    ("simulator: the lighthouse's time between two measured sizes", Tests("oxccl-fleet"), &[("crates/fleet/src/simulate.rs", "time = before + (after - before) * (at - low) / (high - low);", "time = before;")]),
+    ("launcher: the pause between restarts does not end", Tests("oxccl-launch --lib"), &[("apps/launch/src/supervisor.rs", ".min(self.backoff_max)", ".max(self.backoff_max)")]),
 ];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
