@@ -507,6 +507,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     )),
     row(
+        "kubernetes",
+        None,
+        "the documented commands and the manifests, by the real kubectl on a real API server",
+        kubernetes,
+        suite("kubernetes-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "observability",
         Some("observability"),
         "the dashboard in a real browser, metrics in a real Prometheus, spans in a real OpenTelemetry collector",
@@ -847,6 +855,8 @@ pub(crate) enum Skip {
     Launcher { why: String },
     /// A real etcd cannot be had.
     Etcd { why: String },
+    /// No API server of Kubernetes is here.
+    Kubernetes { why: String },
     /// A browser and Prometheus cannot be had.
     Observability { why: String },
     /// Python, or the tools of the package, cannot be had.
@@ -879,6 +889,7 @@ impl fmt::Display for Skip {
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
             Self::Etcd { why } => write!(f, "etcd cannot be had: {why}"),
+            Self::Kubernetes { why } => write!(f, "no API server of Kubernetes: {why}"),
             Self::Observability { why } => write!(f, "Chromium and Prometheus cannot be had: {why}"),
             Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
@@ -1022,6 +1033,26 @@ fn etcd() -> Result<Environment, Skip> {
     let program = crate::etcd::prepare().map_err(|e| Skip::Etcd { why: e.to_string() })?;
     environment.push(("OXCCL_ETCD_PATH".to_owned(), program.display().to_string()));
     Ok(environment)
+}
+
+/// Needs `kube-apiserver` and `kubectl` where Kubernetes' own tests look for them; no registry of packages has the server. And etcd.
+fn kubernetes() -> Result<Environment, Skip> {
+    let missing = |why: String| Skip::Kubernetes {
+        why: format!("{why} (`setup-envtest use -p path` fetches such a folder and prints its path)"),
+    };
+    let folder = std::env::var_os("KUBEBUILDER_ASSETS").ok_or_else(|| {
+        missing("KUBEBUILDER_ASSETS names no folder with kube-apiserver and kubectl".into())
+    })?;
+    let folder = std::path::Path::new(&folder);
+    for program in ["kube-apiserver", "kubectl"] {
+        if !folder.join(program).is_file() {
+            return Err(missing(format!(
+                "KUBEBUILDER_ASSETS={} has no {program}",
+                folder.display()
+            )));
+        }
+    }
+    etcd()
 }
 
 /// Needs Chromium and Prometheus, which root can install, a wheel with rotel, and TCP over the loopback interface.
