@@ -141,6 +141,9 @@ const FAULTS: &[Fault] = &[
     ("DDP: micro-batches are not added up", Tests("oxccl-ddp --test all"), &[("crates/ddp/src/buckets.rs", "if self.micro_batch + 1 == self.micro_batches {", "if self.micro_batch == 0 {")]),
     ("simulator: the lighthouse's time between two measured sizes", Tests("oxccl-fleet"), &[("crates/fleet/src/simulate.rs", "time = before + (after - before) * (at - low) / (high - low);", "time = before;")]),
     ("launcher: the pause between restarts does not end", Tests("oxccl-launch --lib"), &[("apps/launch/src/supervisor.rs", ".min(self.backoff_max)", ".max(self.backoff_max)")]),
+    ("isolated: an answer to a call that was not made", Tests("oxccl-isolate --lib"), &[("crates/isolate/src/link.rs", "if done.id >= self.next_id.load(Ordering::Relaxed) {", "if false && done.id >= self.next_id.load(Ordering::Relaxed) {")]),
+    ("gloo: any number of open messages", Tests("backend-gloo --lib"), &[("crates/backend-gloo/src/p2p.rs", "if *open >= MAX_OFFERS {", "if false && *open >= MAX_OFFERS {")]),
+    ("store's ranks compare: an operation that only one rank calls", Tests("ftcore"), &[("crates/ftcore/src/agreement.rs", "if sent != expected {", "if false && sent != expected {")]),
 ];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<bool> {

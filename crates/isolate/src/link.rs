@@ -709,3 +709,54 @@ fn fail(engines: &[Arc<Engine>], error: &Error) {
         engine.fail(engine.place().name(error.clone()));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    use ftcore::Device;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use crate::wire::frames::Done;
+
+    #[test]
+    fn the_end_of_an_operation_that_was_never_begun_is_refused() {
+        // It waits for the end of its input, which comes with this test's.
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let pair = || {
+            socketpair(
+                AddressFamily::UNIX,
+                SocketType::SEQPACKET,
+                SocketFlags::CLOEXEC,
+                None,
+            )
+            .unwrap()
+        };
+        let ((socket, _a), (express, _b)) = (pair(), pair());
+        let options = IsolateOptions::new("gloo", Device::CPU);
+        let pool = Arc::default();
+        let link = Link::new(&child, Arc::new(socket), express, &options, pool).unwrap();
+        let end = |id| Report::Done {
+            done: Done {
+                id,
+                group: 0,
+                released: true,
+                fatal: false,
+                result: Ok((None, 1)),
+                sent: 0,
+                received: 0,
+            },
+        };
+        let begun = link.next_id();
+        link.carry_out(end(begun)).unwrap();
+        let refused = link.carry_out(end(begun + 1)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Protocol);
+        assert!(
+            refused.message().contains("operation 1, which was never begun"),
+            "{refused}"
+        );
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
