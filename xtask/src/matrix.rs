@@ -1052,6 +1052,11 @@ fn kubernetes() -> Result<Environment, Skip> {
             )));
         }
     }
+    if !crate::wheels::is_program("openssl") {
+        return Err(Skip::Kubernetes {
+            why: "openssl is not installed, which makes the server's key".to_owned(),
+        });
+    }
     etcd()
 }
 

@@ -9,7 +9,7 @@
     reason = "a failure here is a failed test"
 )]
 
-use std::fs::{File, Permissions};
+use std::fs::Permissions;
 use std::net::TcpListener;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
@@ -73,7 +73,6 @@ impl Kubernetes {
             ])
             .output();
         assert!(made.expect("openssl, to make a key").status.success());
-        let log = File::create(here("server.log")).unwrap();
         let mut server = Command::new(assets().join("kube-apiserver"));
         server
             .args([
@@ -90,9 +89,7 @@ impl Kubernetes {
             .arg(format!("--token-auth-file={}", here("tokens").display()))
             .arg(format!("--service-account-issuer=https://127.0.0.1:{port}"))
             .arg(format!("--service-account-key-file={key}"))
-            .arg(format!("--service-account-signing-key-file={key}"))
-            .stdout(log.try_clone().unwrap())
-            .stderr(log);
+            .arg(format!("--service-account-signing-key-file={key}"));
         let kubernetes = Self {
             _server: Process::start(&mut server),
             _etcd: etcd,
