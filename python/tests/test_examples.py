@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jobs
+import oxccl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -113,6 +114,22 @@ def test_the_script_of_the_page_without_torch_sums(tmp_path: Path) -> None:
     (tmp_path / "sum.py").write_text(pages_scripts()[1])
     said = run(str(tmp_path / "sum.py"), 2)
     assert said == [f"rank {r} of 2: [1. 1. 1. 1.]\n" for r in range(2)]
+
+
+@needs_torch
+def test_the_script_of_the_page_on_fault_tolerance_trains(tmp_path: Path) -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "python-ft.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    text = blocks[0].replace("current_step() < 1000", "current_step() < 20")
+    assert text != blocks[0]
+    with oxccl.Lighthouse(min_replicas=1, initial_replicas=2) as lighthouse:
+        for name in ("a", "b"):
+            own = text.replace('replica_id="a"', f'replica_id="{name}"').replace("http://127.0.0.1:29510", lighthouse.address)
+            (tmp_path / f"{name}.py").write_text(own + "print(manager.current_step(), [float(p.detach().sum()) for p in model.parameters()])\n")
+        replicas = [jobs.program([sys.executable, str(tmp_path / f"{name}.py")], stdout=subprocess.PIPE) for name in ("a", "b")]
+        said = [replica.communicate(timeout=120)[0] for replica in replicas]
+    assert [replica.returncode for replica in replicas] == [0, 0], said
+    assert said[0].startswith("20 [") and said[0] == said[1], said
 
 
 def test_examples_are_short() -> None:

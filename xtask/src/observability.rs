@@ -1,4 +1,4 @@
-//! What the row `observability` looks at jobs with: Debian's curl, browser and Prometheus, and rotel, an OpenTelemetry collector, whose wheel on PyPI
+//! What the row `observability` looks at jobs with: Debian's curl, jq, browser and Prometheus, and rotel, an OpenTelemetry collector, whose wheel on PyPI
 //! holds its program. Installed once.
 
 use std::fs;
@@ -11,10 +11,11 @@ use crate::wheels::{self, Place, Wheel, is_program};
 use crate::{debian, matrix};
 
 /// What the tests start, by the names under which Debian installs it.
-const PROGRAMS: [&str; 5] = ["curl", "chromium", "chromedriver", "prometheus", "promtool"];
+const PROGRAMS: [&str; 6] = ["curl", "jq", "chromium", "chromedriver", "prometheus", "promtool"];
 /// The font is only recommended by the browser, which draws no text without one.
-const PACKAGES: [&str; 5] = [
+const PACKAGES: [&str; 6] = [
     "curl",
+    "jq",
     "chromium",
     "chromium-driver",
     "fonts-dejavu-core",

@@ -3,11 +3,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::sync::Once;
 
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
 #[path = "../../../xtask/src/tidy/commands/shell.rs"]
-#[allow(dead_code, reason = "this test reads a part of what the file has")]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "this test reads a part of what the file has"
+)]
 mod shell;
 
 /// Examples of cargo's: the name, what they are given, and a part of what they print.
@@ -34,6 +40,37 @@ const ELSEWHERE: &[(&str, &str)] = &[(
     "xccl_overhead",
     "needs oneCCL: the row `xccl-lifecycle` with --long",
 )];
+
+fn main() -> ExitCode {
+    let test = |name: &str, body: fn()| {
+        Trial::test(name, move || {
+            body();
+            Ok::<(), Failed>(())
+        })
+    };
+    let no_root = (!rustix::process::geteuid().is_root()).then_some("network namespaces need root");
+    let tests = vec![
+        test(
+            "every_measured_example_of_the_documents_is_run_here",
+            every_measured_example_of_the_documents_is_run_here,
+        ),
+        test("measured_examples_run", measured_examples_run),
+        test(
+            "the_ranks_of_a_quantised_all_reduce_run",
+            the_ranks_of_a_quantised_all_reduce_run,
+        ),
+        test("the_other_measurements_run", the_other_measurements_run),
+        test("the_command_is_installed", the_command_is_installed),
+        Trial::ignorable_test("the_recipe_for_a_slow_link_runs", move || match no_root {
+            Some(why) => Ok(Completion::ignored_with(why)),
+            None => {
+                the_recipe_for_a_slow_link_runs();
+                Ok(Completion::Completed)
+            }
+        }),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
+}
 
 fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
@@ -90,7 +127,6 @@ fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-#[test]
 fn every_measured_example_of_the_documents_is_run_here() {
     let mut paths = vec![root().join("README.md"), root().join("CONTRIBUTING.md")];
     documents(&root().join("docs"), &mut paths);
@@ -123,14 +159,12 @@ fn every_measured_example_of_the_documents_is_run_here() {
     assert!(named >= 12, "only {named} were found");
 }
 
-#[test]
 fn measured_examples_run() {
     for (example, arguments, part) in RUN {
         runs(&format!("examples/{example}"), arguments, part);
     }
 }
 
-#[test]
 fn the_ranks_of_a_quantised_all_reduce_run() {
     let free = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
@@ -180,9 +214,79 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
     ),
 ];
 
-#[test]
 fn the_other_measurements_run() {
     for (program, arguments, part) in PROGRAMS {
         runs(program, arguments, part);
     }
+}
+
+/// `cargo install`, as the command's README has it, but not optimised.
+fn the_command_is_installed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut install = conformance::cargo();
+    install
+        .current_dir(root())
+        .args(["install", "--quiet", "--debug", "--path", "apps/oxccl"]);
+    let target = built().parent().unwrap();
+    install
+        .arg("--target-dir")
+        .arg(target)
+        .arg("--root")
+        .arg(folder.path());
+    said("cargo install", &install.output().unwrap());
+    let installed = Command::new(folder.path().join("bin/oxccl"))
+        .arg("backends")
+        .output();
+    let said = said("oxccl backends", &installed.unwrap());
+    assert!(said.contains("gloo"), "{said}");
+}
+
+/// The recipe of docs/benchmarks/healing.md, line by line, with a smaller state. In namespaces of its own, which end with it; `ip` keeps the names
+/// of those that it makes below `/run`.
+const SLOW_LINK: &str = r#"
+set -e
+mount -t tmpfs none /run
+RECIPE
+SERVE > "$FOLDER/url" &
+serves=$!
+while ! grep -q http "$FOLDER/url"; do kill -0 $serves; sleep 0.05; done
+FETCH
+"#;
+
+fn the_recipe_for_a_slow_link_runs() {
+    let page = std::fs::read_to_string(root().join("docs/benchmarks/healing.md")).unwrap();
+    let (_, begun) = page.split_once("\nH=target/release/examples/heal_rate").unwrap();
+    let (recipe, _) = begun.split_once("```").unwrap();
+    let lines: Vec<&str> = recipe.lines().skip(1).collect();
+    let [makes @ .., serves, fetches] = lines.as_slice() else {
+        panic!("{recipe}");
+    };
+    let serves = serves.split('#').next().unwrap().trim();
+    assert!(
+        makes.len() > 3 && serves.ends_with("serve 10.77.0.1:0 512") && fetches.ends_with("fetch URL"),
+        "{recipe}"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let script = SLOW_LINK
+        .replace("RECIPE", &makes.join("\n"))
+        .replace("SERVE", &serves.replace(" 512", " 1"))
+        .replace("FETCH", &fetches.replace("URL", "$(cat \"$FOLDER/url\")"));
+    let output = Command::new("unshare")
+        .args([
+            "--net",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "timeout",
+            "120",
+            "sh",
+            "-c",
+            &script,
+        ])
+        .env("H", built().join("examples/heal_rate"))
+        .env("FOLDER", folder.path())
+        .output();
+    let said = said("unshare", &output.unwrap());
+    assert!(said.contains("Gbit/s"), "{said}");
 }

@@ -317,6 +317,7 @@ impl Call<'_> {
                 if let Some(into) = data.get_mut(got..got + len).filter(|i| !i.is_empty()) {
                     kernels::reduce(dtype, op, into, chunk)?;
                     if op == ReduceOp::Avg {
+                        // This rank is counted too.
                         kernels::divide(dtype, into, theirs + 1)?;
                     }
                     got += len;

@@ -1,13 +1,14 @@
 //! Commands of the documentation: each `cargo …` names packages, programs, tests, examples and rows that exist, and `cargo xtask` has what it is
-//! called with.
+//! called with. [`runs`] names a test for each.
 //!
-//! Those of `oxccl` and of the training programs are checked by tests of theirs (`apps/oxccl/tests/documented.rs`, `examples/tests/documented.rs`).
+//! The arguments of `oxccl` and of the training programs are checked by tests of theirs (`apps/oxccl/tests/documented.rs`, `examples/tests/documented.rs`).
 
 use std::collections::BTreeSet;
 
 use super::Finding;
 use crate::metadata::Metadata;
 
+pub(super) mod runs;
 mod shell;
 
 use shell::{Documented, documented, unknown};

@@ -96,15 +96,17 @@ pub(crate) fn check() -> Result<bool> {
     for (path, text) in documents.iter().chain(&beside).chain([&history]) {
         findings.extend(width::check(path, text));
     }
+    let text_of = |file: &str| read(&metadata.workspace_root.join(file)).ok();
+    let mut runs = commands::runs::Runs::default();
     for (path, text) in documents.iter().chain(&beside) {
         findings.extend(commands::check(path, text, &names, |path| {
             metadata.workspace_root.join(path).exists()
         }));
+        findings.extend(runs.check(path, text));
     }
+    findings.extend(runs.check_table(text_of));
     for (path, text) in &documents {
-        findings.extend(programs::check(path, text, |file| {
-            read(&metadata.workspace_root.join(file)).ok()
-        }));
+        findings.extend(programs::check(path, text, text_of));
     }
     findings.extend(links::check(&documents, |path| {
         metadata.workspace_root.join(path).exists()

@@ -1,6 +1,7 @@
 //! Replicas that take steps together without end: a manager and a gloo group each, on threads of this process. One that dies drops all of it.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::JoinHandle;
@@ -43,6 +44,8 @@ const DIES: u8 = 2;
 
 pub(crate) struct Job {
     lighthouse: String,
+    /// The folder of the replicas' event logs, if they write any.
+    pub(crate) events: Option<PathBuf>,
     replicas: BTreeMap<String, (Arc<AtomicU8>, JoinHandle<Result<()>>)>,
 }
 
@@ -50,6 +53,7 @@ impl Job {
     pub(crate) fn new(lighthouse: &LighthouseServer) -> Self {
         Self {
             lighthouse: lighthouse.address(),
+            events: None,
             replicas: BTreeMap::new(),
         }
     }
@@ -57,10 +61,12 @@ impl Job {
     /// Starts a replica of that name.
     pub(crate) fn start(&mut self, name: &str) {
         let wish = Arc::new(AtomicU8::new(GOES_ON));
-        let (wished, url, named) = (wish.clone(), self.lighthouse.clone(), name.to_string());
+        let wished = wish.clone();
+        let mut config = ManagerConfig::new(name.to_string(), self.lighthouse.clone());
+        config.event_log.clone_from(&self.events);
         let thread = std::thread::Builder::new()
             .name(format!("ox-test-{name}"))
-            .spawn(move || train(named, &url, &wished))
+            .spawn(move || train(config, &wished))
             .unwrap();
         self.replicas.insert(name.to_string(), (wish, thread));
     }
@@ -86,9 +92,8 @@ impl Drop for Job {
     }
 }
 
-fn train(name: String, lighthouse: &str, wish: &AtomicU8) -> Result<()> {
-    let group = oxccl::gloo::GlooGroup::new(&name, GroupOptions::default())?;
-    let mut config = ManagerConfig::new(name, lighthouse);
+fn train(mut config: ManagerConfig, wish: &AtomicU8) -> Result<()> {
+    let group = oxccl::gloo::GlooGroup::new(&config.name, GroupOptions::default())?;
     config.timeout = Duration::from_secs(20);
     config.init_sync = false;
     let mut manager = Manager::new(Arc::new(group), config)?;

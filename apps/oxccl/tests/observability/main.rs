@@ -12,6 +12,7 @@
 mod browser;
 mod curl;
 mod dashboard;
+mod events;
 mod http;
 mod job;
 mod prometheus;

@@ -1,5 +1,6 @@
 //! Open MPI and MPICH.
 
+use std::io::Write as _;
 use std::process::Command;
 
 use libtest_mimic::{Failed, Trial};
@@ -32,7 +33,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     let cases: [Case; 3] = [
         ("ranks_of_one_host_meet_without_an_address", without_an_address),
         ("ranks_meet_below_wrappers_of_their_own", below_wrappers),
-        ("ranks_meet_at_an_address", at_an_address),
+        ("ranks_on_the_hosts_of_a_file_meet_at_an_address", at_an_address),
     ];
     let mut trials = Vec::new();
     for (name, variable, options, goes_on) in MPIS {
@@ -82,7 +83,12 @@ fn below_wrappers(mut mpirun: Command) -> Outcome {
 
 fn at_an_address(mut mpirun: Command) -> Outcome {
     let port = free_ports(1)?;
+    // The only host that can be had.
+    let mut hosts = tempfile::NamedTempFile::new()?;
+    hosts.write_all(b"localhost\n")?;
     mpirun
+        .arg("--hostfile")
+        .arg(hosts.path())
         .env("MASTER_ADDR", "127.0.0.1")
         .env("MASTER_PORT", port.to_string());
     all_reduced(&finish(mpirun.arg(program()))?, 4)
