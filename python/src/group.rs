@@ -306,13 +306,13 @@ impl Group {
     /// The backend's name.
     #[getter]
     fn backend(&self) -> String {
-        self.handle.group().info().backend
+        self.handle.group().info().backend.to_string()
     }
 
     /// The group's name, for messages.
     #[getter]
     fn name(&self) -> String {
-        self.handle.group().info().name
+        self.handle.group().info().name.to_string()
     }
 
     /// The number of the group's configuration.

@@ -382,7 +382,7 @@ fn the_registry_knows_gloo_for_the_cpu() {
     let group = registry
         .create("gloo", &ftcore::Device::CPU, &GroupOptions::default())
         .unwrap();
-    assert_eq!(group.info().backend, "gloo");
+    assert_eq!(&*group.info().backend, "gloo");
     let options = GroupOptions {
         max_ctas: Some(1),
         ..Default::default()

@@ -127,7 +127,7 @@ impl GlooGroup {
             capabilities: TRANSPORTS.map(capabilities_over),
             connected: AtomicUsize::new(0),
             counters: Arc::default(),
-            lifecycle: Lifecycle::new(name),
+            lifecycle: Lifecycle::new("gloo", name),
         }
     }
 
@@ -236,7 +236,7 @@ impl Engine for Shared {
 
 impl ProcessGroup for GlooGroup {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info("gloo", Device::CPU)
+        self.lifecycle.info(Device::CPU)
     }
 
     fn capabilities(&self) -> &Capabilities {

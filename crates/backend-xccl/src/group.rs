@@ -120,7 +120,7 @@ fn nothing(_: &Comms) -> Result<Option<Arc<Side>>> {
 
 impl ProcessGroup for XcclGroup {
     fn info(&self) -> GroupInfo {
-        self.0.lifecycle.info("xccl", Device::CPU)
+        self.0.lifecycle.info(Device::CPU)
     }
 
     fn capabilities(&self) -> &Capabilities {

@@ -36,7 +36,7 @@ impl Member {
             settings,
             capabilities,
             counters: Arc::default(),
-            lifecycle: Lifecycle::new(name),
+            lifecycle: Lifecycle::new("xccl", name),
         }
     }
 

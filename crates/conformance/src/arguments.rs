@@ -203,7 +203,7 @@ fn without_tags(rank: &Rank, group: &dyn ProcessGroup, dtype: DType) -> Outcome 
     };
     let text = rejected.error.to_string();
     ensure!(
-        text.contains("tag 7") && text.contains("tag 0") && text.contains(&group.info().backend),
+        text.contains("tag 7") && text.contains("tag 0") && text.contains(&*group.info().backend),
         "the refusal does not name the tag, the backend and what to do: {text}"
     );
     Ok(())

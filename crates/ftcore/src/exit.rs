@@ -153,7 +153,7 @@ mod tests {
     }
 
     fn configured(ends: Option<Duration>) -> Lifecycle<Slow> {
-        let group = Lifecycle::new("g");
+        let group = Lifecycle::new("x", "g");
         let configuration = Configuration {
             store: Arc::new(InMemoryStore::new()),
             prefix: "p".to_string(),

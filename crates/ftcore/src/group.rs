@@ -25,10 +25,10 @@ impl fmt::Display for Epoch {
 /// What a group is right now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupInfo {
-    /// The backend's name.
-    pub backend: String,
+    /// The backend's name. Shared, as the next one: every call asks for this struct, and allocates nothing for it.
+    pub backend: Arc<str>,
     /// The group's name, for messages.
-    pub name: String,
+    pub name: Arc<str>,
     /// This process's rank; 0 while not configured.
     pub rank: u32,
     /// The number of ranks; 0 while not configured.

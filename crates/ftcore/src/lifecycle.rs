@@ -40,11 +40,12 @@ pub trait Engine: Send + Sync + 'static {
 
 /// The configurations of one group. See the module.
 pub struct Lifecycle<E: Engine> {
+    backend: Arc<str>,
     state: Mutex<State<E>>,
 }
 
 struct State<E> {
-    name: String,
+    name: Arc<str>,
     standing: Standing<E>,
     last_epoch: Option<Epoch>,
     /// The last operations of all its configurations.
@@ -66,9 +67,10 @@ enum Standing<E> {
 }
 
 impl<E: Engine> Lifecycle<E> {
-    /// Unconfigured. `name` is for messages until a configuration gives another.
-    pub fn new(name: impl Into<String>) -> Self {
+    /// Unconfigured, of the backend with this name. `name` is for messages until a configuration gives another.
+    pub fn new(backend: impl Into<Arc<str>>, name: impl Into<Arc<str>>) -> Self {
         Self {
+            backend: backend.into(),
             state: Mutex::new(State {
                 name: name.into(),
                 standing: Standing::Unconfigured,
@@ -175,7 +177,7 @@ impl<E: Engine> Lifecycle<E> {
         }
         state.configuring = Some(cancel.clone());
         state.last_epoch = Some(configuration.epoch);
-        state.name.clone_from(&configuration.name);
+        state.name = configuration.name.as_str().into();
         match std::mem::replace(&mut state.standing, Standing::Unconfigured) {
             Standing::Configured { engine, .. } => Ok(Some(engine)),
             Standing::Unconfigured | Standing::Failed(_) => Ok(None),
@@ -209,15 +211,20 @@ impl<E: Engine> Lifecycle<E> {
         self.configured().map(|(engine, _)| engine)
     }
 
+    /// The backend's name.
+    pub fn backend(&self) -> &str {
+        &self.backend
+    }
+
     /// For [`ProcessGroup::info`].
-    pub fn info(&self, backend: &str, device: Device) -> GroupInfo {
+    pub fn info(&self, device: Device) -> GroupInfo {
         let state = self.lock();
         let (rank, world_size, epoch) = match &state.standing {
             Standing::Configured { configuration: c, .. } => (c.rank, c.world_size, c.epoch),
             Standing::Unconfigured | Standing::Failed(_) => (0, 0, Epoch(0)),
         };
         GroupInfo {
-            backend: backend.to_string(),
+            backend: self.backend.clone(),
             name: state.name.clone(),
             rank,
             world_size,
@@ -490,8 +497,8 @@ mod tests {
 
     #[test]
     fn one_engine_follows_another_and_the_old_one_has_ended_before_the_new_one_connects() {
-        let group = Lifecycle::new("g");
-        assert_eq!(group.info("x", Device::CPU).world_size, 0);
+        let group = Lifecycle::new("x", "g");
+        assert_eq!(group.info(Device::CPU).world_size, 0);
         let (first, second) = (Arc::new(Diary::default()), Arc::new(Diary::default()));
         group.configure(at(1, 0, 2), |_| Ok(first.clone())).unwrap();
         group
@@ -500,7 +507,7 @@ mod tests {
                 Ok(second.clone())
             })
             .unwrap();
-        let info = group.info("x", Device::CPU);
+        let info = group.info(Device::CPU);
         assert_eq!(
             (info.rank, info.world_size, info.epoch, &*info.name),
             (1, 3, Epoch(2), "n")
@@ -516,7 +523,7 @@ mod tests {
 
     #[test]
     fn bad_ranks_and_epochs_that_do_not_grow_are_refused_and_lose_nothing() {
-        let group = Lifecycle::new("g");
+        let group = Lifecycle::new("x", "g");
         let engine = Arc::new(Diary::default());
         group.configure(at(5, 0, 1), |_| Ok(engine.clone())).unwrap();
         for (bad, says) in [
@@ -535,7 +542,7 @@ mod tests {
 
     #[test]
     fn a_failed_attempt_is_what_later_calls_are_told() {
-        let group = Lifecycle::<Diary>::new("g");
+        let group = Lifecycle::<Diary>::new("x", "g");
         let e = group.engine().err().unwrap();
         assert!(e.to_string().contains("the group is not configured"), "{e}");
         let e = group
@@ -552,7 +559,7 @@ mod tests {
 
     #[test]
     fn an_abort_during_configure_cancels_its_token_and_ends_the_engine_that_comes_of_it() {
-        let group = Lifecycle::new("g");
+        let group = Lifecycle::new("x", "g");
         let engine = Arc::new(Diary::default());
         let (inside, entered) = mpsc::channel();
         let (go, gone) = mpsc::channel::<()>();
@@ -586,7 +593,7 @@ mod tests {
 
     #[test]
     fn l27_an_abort_cancels_what_is_being_split_from_the_group() {
-        let (parent, child) = (Lifecycle::new("g"), Lifecycle::<Diary>::new("child"));
+        let (parent, child) = (Lifecycle::new("x", "g"), Lifecycle::<Diary>::new("x", "child"));
         let engine = Arc::new(Diary::default());
         let given = at(1, 0, 2);
         parent.configure(given.clone(), |_| Ok(engine.clone())).unwrap();

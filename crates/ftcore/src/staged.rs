@@ -43,7 +43,6 @@ pub struct Staged {
     lifecycle: Lifecycle<Engine>,
     sides: Arc<Sides>,
     capabilities: Capabilities,
-    backend: String,
     timeout: Duration,
     landed: Sender<Landed>,
     /// Ends once the inner group was let go of.
@@ -84,10 +83,9 @@ impl Staged {
         let writer = sides.clone();
         spawn("ox-stage-in", move || writer.copy_in(&incoming, &*from_host))?;
         Ok(Self {
-            lifecycle: Lifecycle::new(info.name),
+            lifecycle: Lifecycle::new(info.backend, info.name),
             sides,
             capabilities,
-            backend: info.backend,
             timeout,
             landed,
             gone: Mutex::new(Some(gone)),
@@ -160,7 +158,7 @@ impl ProcessGroup for Staged {
     fn info(&self) -> GroupInfo {
         GroupInfo {
             dropped_options: self.sides.inner.info().dropped_options,
-            ..self.lifecycle.info(&self.backend, self.sides.device.clone())
+            ..self.lifecycle.info(self.sides.device.clone())
         }
     }
 
@@ -217,7 +215,7 @@ impl ProcessGroup for Staged {
         let info = child.info();
         let child = Self::new(Arc::from(child), &self.sides.device, self.timeout)?;
         let configuration = Configuration {
-            name: info.name,
+            name: info.name.to_string(),
             epoch: info.epoch,
             rank: info.rank,
             world_size: info.world_size,

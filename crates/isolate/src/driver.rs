@@ -172,7 +172,7 @@ pub(crate) struct ChildDriver {
     moved: Arc<Moved>,
     place: Place,
     /// What the group in the child calls itself.
-    name: String,
+    name: Arc<str>,
     /// Its backend tells the other ranks of an abort.
     tells: bool,
     /// Where the backend does not tell the other ranks.
@@ -186,7 +186,7 @@ impl ChildDriver {
     pub(crate) fn new(
         claim: &Claim,
         place: Place,
-        name: String,
+        name: Arc<str>,
         tells: bool,
         notices: Option<Arc<Notices>>,
     ) -> Self {
@@ -208,8 +208,8 @@ impl ChildDriver {
     }
 
     /// What the group in the child calls itself.
-    pub(crate) fn name(&self) -> &str {
-        &self.name
+    pub(crate) fn name(&self) -> Arc<str> {
+        self.name.clone()
     }
 
     /// The child.

@@ -161,7 +161,7 @@ impl IsolatedGroup {
 
     fn of(core: Arc<Core>, claim: Claim, is_part: bool) -> Self {
         Self {
-            lifecycle: Lifecycle::new(core.options.backend.clone()),
+            lifecycle: Lifecycle::new(&*core.options.backend, &*core.options.backend),
             core,
             is_part,
             state: Mutex::new(State {
@@ -303,7 +303,13 @@ impl IsolatedGroup {
         let ended = || Error::new(ErrorKind::InvalidState, "the group was shut down meanwhile");
         let claim = state.claim.as_ref().ok_or_else(ended)?;
         claim.moved.count(settled.sent, settled.received);
-        let driver = ChildDriver::new(claim, place, settled.name, self.core.tells, notices.cloned());
+        let driver = ChildDriver::new(
+            claim,
+            place,
+            settled.name.into(),
+            self.core.tells,
+            notices.cloned(),
+        );
         let engine = Engine::start("ox-isolated", place, RULES, driver)?;
         let (link, number) = (claim.link.clone(), claim.number);
         drop(state);
@@ -415,9 +421,9 @@ pub(crate) fn isolated(inner: Capabilities, mode: &Mode, why: Option<&Error>) ->
 impl ProcessGroup for IsolatedGroup {
     fn info(&self) -> GroupInfo {
         let options = &self.core.options;
-        let mut info = self.lifecycle.info(&options.backend, options.device.clone());
+        let mut info = self.lifecycle.info(options.device.clone());
         if let Ok(engine) = self.lifecycle.engine() {
-            info.name = engine.driver().name().to_string();
+            info.name = engine.driver().name();
         }
         info.dropped_options.clone_from(&self.core.dropped_options);
         info

@@ -52,8 +52,12 @@ extern "C" {
 
 /* configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (rank R
  * of N, or ranks R, S of N) and the phase that it waited in; it may take a second more to find out who. If it
- * is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault
- * is ABORTED with the reason. */
+ * is cancelled (oxccl_store.wanted fails, waits at the store fail; their fault is ABORTED already and is
+ * passed on), or abort is called meanwhile, the fault is ABORTED with the reason. It may be called again only
+ * where RECONFIGURE is advertised. */
+
+/* Time-outs are milliseconds from the call, never negative, and at most a hundred years, so that they can be
+ * added to a clock of nanoseconds. */
 
 /* Faults that the conformance suite checks, of groups that advertise ABORT, RECONFIGURE or
  * MISMATCH_DETECTION: the kind, and what the text contains as whole words. N, TAG, A and B stand for
@@ -473,7 +477,8 @@ struct oxccl_group_options {
     uint32_t set;
     /* If not 0, options that are not honoured are logged and dropped instead of refused. */
     uint32_t lenient;
-    /* How long an operation may take when the call names no deadline. */
+    /* How long an operation may take when the call names no deadline; the timeout_ms of an operation has it
+     * already. */
     int64_t timeout_ms;
     /* 0 or 1. */
     uint32_t is_high_priority_stream;

@@ -203,7 +203,7 @@ c_structs! {
         set: u32,
         /// If not 0, options that are not honoured are logged and dropped instead of refused.
         lenient: u32,
-        /// How long an operation may take when the call names no deadline.
+        /// How long an operation may take when the call names no deadline; the `timeout_ms` of an operation has it already.
         timeout_ms: i64,
         /// 0 or 1.
         is_high_priority_stream: u32,

@@ -176,15 +176,20 @@ pub(crate) fn check(status: i32, fault: &Fault, who: &str) -> Result<(), Error> 
     }
 }
 
+/// The longest time-out that crosses, in seconds, a hundred years: the other side adds it to its clock, be that one of nanoseconds.
+const LONGEST: u64 = 100 * 365 * 24 * 3600;
+
 /// What is left until `deadline`, rounded up so that the other side never gives up early.
 pub(crate) fn milliseconds(deadline: Instant) -> i64 {
-    let left = ftcore::time_left(deadline);
+    whole(ftcore::time_left(deadline))
+}
+
+/// A time-out, rounded up, as it crosses: never negative, at most [`LONGEST`].
+pub(crate) fn whole(timeout: Duration) -> i64 {
     // Not through a 128-bit number: this is in the way of every call.
-    let millis = left
-        .as_secs()
-        .saturating_mul(1000)
-        .saturating_add(u64::from(left.subsec_nanos().div_ceil(1_000_000)));
-    i64::try_from(millis).unwrap_or(i64::MAX)
+    let millis =
+        timeout.as_secs().min(LONGEST) * 1000 + u64::from(timeout.subsec_nanos().div_ceil(1_000_000));
+    millis.cast_signed()
 }
 
 /// The instant that a time-out names.
@@ -195,6 +200,16 @@ pub(crate) fn deadline(milliseconds: i64) -> Instant {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_time_out_crosses_rounded_up_and_can_be_added_to_a_clock_of_nanoseconds() {
+        assert_eq!(whole(Duration::from_nanos(1)), 1);
+        assert_eq!(whole(Duration::from_millis(1500)), 1500);
+        assert_eq!(milliseconds(Instant::now()), 0);
+        let longest = whole(Duration::MAX).checked_mul(1_000_000).unwrap();
+        // A clock that has run for a hundred years too.
+        assert!(longest.checked_add(longest).is_some());
+    }
 
     #[test]
     fn an_error_crosses_with_everything_that_one_acts_on() {

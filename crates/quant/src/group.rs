@@ -55,7 +55,6 @@ pub struct QuantizedGroup {
     lifecycle: Lifecycle<Engine>,
     layer: Arc<Layer>,
     capabilities: Capabilities,
-    backend: String,
     turn: Mutex<Turn>,
     /// Ends once the group below was let go of.
     gone: Mutex<Option<Receiver<()>>>,
@@ -121,9 +120,8 @@ impl QuantizedGroup {
         let capabilities = offered(capabilities, codec, options.moves);
         let (holding, gone) = channel();
         Ok(Self {
-            lifecycle: Lifecycle::new(info.name),
+            lifecycle: Lifecycle::new(format!("{}+{}", info.backend, codec.name()), info.name),
             capabilities,
-            backend: format!("{}+{}", info.backend, codec.name()),
             turn: Mutex::default(),
             gone: Mutex::new(Some(gone)),
             layer: Arc::new(Layer {
@@ -414,7 +412,7 @@ impl ProcessGroup for QuantizedGroup {
         let inner = self.layer.inner.info();
         GroupInfo {
             dropped_options: inner.dropped_options,
-            ..self.lifecycle.info(&self.backend, inner.device)
+            ..self.lifecycle.info(inner.device)
         }
     }
 
@@ -463,7 +461,7 @@ impl ProcessGroup for QuantizedGroup {
         let info = child.info();
         let child = Self::with_options(Arc::from(child), options)?;
         let configuration = Configuration {
-            name: info.name,
+            name: info.name.to_string(),
             epoch: info.epoch,
             rank: info.rank,
             world_size: info.world_size,

@@ -371,7 +371,7 @@ fn capabilities_are_those_of_the_wrapper() {
     let note = |op: &str| c.notes.iter().find(|(o, _)| o == op).map(|(_, t)| t.to_string());
     assert!(note("all_reduce").unwrap().contains("int8-b64"));
     assert!(note("reduce").unwrap().contains("unsupported"));
-    assert_eq!(g.info().backend, "gloo+int8-b64");
+    assert_eq!(&*g.info().backend, "gloo+int8-b64");
     // `auto` on the host.
     let auto = QuantizedGroup::new(ranks::gloo(), CodecChoice::Auto, Duration::from_secs(1)).unwrap();
     assert_eq!(auto.codec(), Codec::Int8B64);

@@ -60,8 +60,8 @@ impl Below {
 impl ProcessGroup for Below {
     fn info(&self) -> GroupInfo {
         GroupInfo {
-            backend: "fake".to_string(),
-            name: "below".to_string(),
+            backend: "fake".into(),
+            name: "below".into(),
             rank: 0,
             world_size: 2,
             epoch: Epoch(1),

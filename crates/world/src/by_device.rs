@@ -24,7 +24,6 @@ const GRACE: Duration = Duration::from_millis(300);
 /// - what it advertises to move and reduce is what *any* member does: a member refuses what it does not do itself, with `Unsupported` and its
 ///   own name. Features and options are those that *all* members have.
 pub struct ByDevice {
-    spec: String,
     home: Device,
     members: Arc<[Member]>,
     capabilities: Capabilities,
@@ -85,12 +84,11 @@ impl ByDevice {
             names.map(|name| format!("{}:{name}", m.device.kind))
         });
         Ok(Self {
-            spec: spec.join(","),
             home,
             capabilities: together(&members),
             dropped_options: dropped.collect(),
             members,
-            lifecycle: Lifecycle::new(name),
+            lifecycle: Lifecycle::new(spec.join(","), name.into()),
         })
     }
 
@@ -113,7 +111,12 @@ impl ByDevice {
         self.members
             .iter()
             .find(|m| m.device.kind == *kind)
-            .ok_or_else(|| Error::unsupported(format!("no backend of '{}' serves {kind}", self.spec)))
+            .ok_or_else(|| {
+                Error::unsupported(format!(
+                    "no backend of '{}' serves {kind}",
+                    self.lifecycle.backend()
+                ))
+            })
     }
 
     /// Why nothing is accepted.
@@ -246,7 +249,7 @@ impl ProcessGroup for ByDevice {
     fn info(&self) -> GroupInfo {
         GroupInfo {
             dropped_options: self.dropped_options.clone(),
-            ..self.lifecycle.info(&self.spec, self.home.clone())
+            ..self.lifecycle.info(self.home.clone())
         }
     }
 
@@ -292,10 +295,10 @@ impl ProcessGroup for ByDevice {
             return Ok(None);
         };
         let info = first.info();
-        let child = Self::new(info.name.clone(), self.home.clone(), children)?;
+        let child = Self::new(info.name.to_string(), self.home.clone(), children)?;
         let configuration = Configuration {
             prefix: format!("{}/split", parent.prefix),
-            name: info.name,
+            name: info.name.to_string(),
             epoch: info.epoch,
             rank: info.rank,
             world_size: info.world_size,

@@ -99,8 +99,8 @@ fn sums(group: &dyn ProcessGroup, device: &Device, mine: f32) -> Result<(f32, f3
 fn each_to_its_own() -> Result<()> {
     pair(|world| {
         let (group, device) = (world.group(), cuda(world.rank()));
-        ensure(group.info().backend == "cpu:gloo,cuda:nccl", || {
-            group.info().backend
+        ensure(&*group.info().backend == "cpu:gloo,cuda:nccl", || {
+            group.info().backend.to_string()
         })?;
         let found = sums(group, &device, world.rank() as f32 + 1.0)?;
         ensure(found == (3.0, 30.0), || format!("{found:?}"))?;

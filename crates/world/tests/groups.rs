@@ -164,7 +164,7 @@ fn what_a_new_group_asks_for_reaches_its_backend_split_or_not() {
         let names = ranks_with(2, &options, |world| {
             let side = world.new_group(&[0, 1], &spec, soon()).unwrap().unwrap();
             assert_eq!(sum(&*side, world.rank()), 3.0);
-            side.info().name
+            side.info().name.to_string()
         });
         assert_eq!(names, ["side", "side"]);
         let timeouts: Vec<Duration> = seen.lock().unwrap().iter().map(|o| o.timeout).collect();
@@ -408,7 +408,7 @@ fn a_group_of_a_layout_has_what_its_specification_asks_for() {
         let specs = BTreeMap::from([(GroupKind::Pipeline, spec.clone())]);
         let groups = world.layout(pipeline_of(2), specs, soon()).unwrap();
         let pipeline = groups.group(GroupKind::Pipeline, soon()).unwrap().unwrap();
-        assert_eq!(pipeline.info().name, "stages");
+        assert_eq!(&*pipeline.info().name, "stages");
         assert_eq!(sum(&*pipeline, world.rank()), 3.0);
         assert_eq!(
             sum(

@@ -42,8 +42,8 @@ struct Member {
 impl ProcessGroup for Member {
     fn info(&self) -> GroupInfo {
         GroupInfo {
-            backend: "fake".to_string(),
-            name: "member".to_string(),
+            backend: "fake".into(),
+            name: "member".into(),
             rank: 0,
             world_size: 1,
             epoch: Epoch(1),

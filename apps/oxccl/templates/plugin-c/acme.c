@@ -14,10 +14,10 @@ typedef struct {
     char prefix[256];
     oxccl_store store; /* a reference is held while has_store */
     int has_store;
-    uint32_t rank, world;
-    uint64_t epoch, seq; /* seq counts operations */
+    uint64_t seq; /* counts operations */
     /* Read without the lock, which submit holds while it waits. */
-    _Atomic uint64_t sent, received;
+    _Atomic uint32_t rank, world;
+    _Atomic uint64_t epoch, sent, received;
     atomic_int failed; /* refuses calls until it is configured again; why does not change meanwhile */
     oxccl_fault why;
 } group;

@@ -140,7 +140,7 @@ impl ProcessGroup for Group {
         let c = state.configured.as_ref();
         GroupInfo {
             backend: "acme".into(),
-            name: c.map_or_else(|| "acme".into(), |c| c.name.clone()),
+            name: c.map_or("acme", |c| &c.name).into(),
             rank: c.map_or(0, |c| c.rank),
             world_size: c.map_or(0, |c| c.world_size),
             epoch: c.map_or(Epoch(0), |c| c.epoch),

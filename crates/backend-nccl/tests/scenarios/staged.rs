@@ -154,7 +154,7 @@ fn ended(work: Result<Work, ftcore::Error>) -> Result<ftcore::Error, libtest_mim
 fn capabilities() -> Outcome {
     let group = make(1)?;
     let info = group.info();
-    check(info.device == cuda(1) && info.backend == "gloo", || {
+    check(info.device == cuda(1) && &*info.backend == "gloo", || {
         format!("{info:?}")
     })?;
     let plain = Registry::global().create("gloo", &ftcore::Device::CPU, &GroupOptions::default())?;

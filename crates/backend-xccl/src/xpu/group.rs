@@ -124,7 +124,7 @@ impl XpuGroup {
 
 impl ProcessGroup for XpuGroup {
     fn info(&self) -> GroupInfo {
-        self.member.lifecycle.info("xccl", self.xpu.device())
+        self.member.lifecycle.info(self.xpu.device())
     }
 
     fn capabilities(&self) -> &Capabilities {

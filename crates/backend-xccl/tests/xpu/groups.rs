@@ -22,7 +22,7 @@ pub(crate) fn registry(rank: &Rank) -> Outcome {
     let group = registry.create(&name, &device, &GroupOptions::default())?;
     group.configure(configuration(rank, 1, 1))?;
     ensure(
-        group.info().device == device && group.info().backend == "xccl",
+        group.info().device == device && &*group.info().backend == "xccl",
         || format!("{:?}", group.info()),
     )?;
     let words = XcclXpuFactory.library().unwrap_or_default();

@@ -84,7 +84,7 @@ impl<B: Backend> Group<B> {
         Ok(Self {
             backend: B::new(device, options)?,
             timeout: options.timeout,
-            lifecycle: Lifecycle::new(name),
+            lifecycle: Lifecycle::new(B::NAME, name.into()),
         })
     }
 
@@ -130,7 +130,7 @@ impl<B: Backend> Group<B> {
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> ProcessGroup for Group<B> {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info(B::NAME, self.backend.device())
+        self.lifecycle.info(self.backend.device())
     }
 
     fn capabilities(&self) -> &Capabilities {

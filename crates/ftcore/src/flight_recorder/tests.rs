@@ -283,7 +283,7 @@ fn nothing() -> Completion {
 
 #[test]
 fn a_group_on_the_engine_is_recorded_over_all_its_configurations() {
-    let group = Lifecycle::new("before");
+    let group = Lifecycle::new("x", "before");
     let (first, tickets) = engine(1);
     group
         .configure(configuration("recorded", 7), |_| Ok(first.clone()))
@@ -319,7 +319,7 @@ fn a_group_on_the_engine_is_recorded_over_all_its_configurations() {
 
 #[test]
 fn an_operation_that_ends_before_its_turn_has_the_time_of_its_own_end() {
-    let group = Lifecycle::new("g");
+    let group = Lifecycle::new("x", "g");
     let (engine, tickets) = engine(2);
     group
         .configure(configuration("turns", 7), |_| Ok(engine.clone()))
@@ -363,7 +363,7 @@ impl crate::lifecycle::Engine for Wrapper {
 
 #[test]
 fn a_wrapper_around_other_groups_records_nothing_itself() {
-    let group = Lifecycle::new("g");
+    let group = Lifecycle::new("x", "g");
     group
         .configure(configuration("wrapper", 7), |_| Ok(Arc::new(Wrapper)))
         .unwrap();

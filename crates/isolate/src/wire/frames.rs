@@ -56,7 +56,7 @@ record!(Settled {
 impl Settled {
     pub(crate) fn of(info: &GroupInfo, traffic: Traffic) -> Self {
         Self {
-            name: info.name.clone(),
+            name: info.name.to_string(),
             rank: info.rank,
             world: info.world_size,
             epoch: info.epoch.0,

@@ -379,21 +379,21 @@ fn l42() {
     o.options.hints.insert("other".into(), "a=b".into());
     let want = format!("{:?}", o.options);
     let group = alone(o.clone());
-    assert_eq!(group.info().name, want, "create");
+    assert_eq!(&*group.info().name, want, "create");
     let part = group.split(Some(0), 0, soon()).unwrap().unwrap();
-    assert_eq!(part.info().name, want, "split");
+    assert_eq!(&*part.info().name, want, "split");
     drop(part);
     eventually("the spare", || group.spare_pid().is_some());
     let spare = group.spare_pid();
     group.configure(configuration(&Arc::default(), 2, 0, 1)).unwrap();
     assert_eq!(
-        (group.info().name.as_str(), group.child_pid()),
+        (&*group.info().name, group.child_pid()),
         (want.as_str(), spare),
         "spare"
     );
     group.abort("again");
     group.configure(configuration(&Arc::default(), 3, 0, 1)).unwrap();
-    assert_eq!(group.info().name, want, "configure after abort");
+    assert_eq!(&*group.info().name, want, "configure after abort");
     // INV-9: refused by the backend, by name, before anything runs; or dropped as asked for.
     o.options.max_ctas = Some(1);
     let e = IsolatedGroup::new(o.clone()).err().unwrap();
@@ -583,6 +583,6 @@ fn wrapped() {
     let group = registry.create("odd", &Device::CPU, &Default::default()).unwrap();
     assert_eq!(*group.capabilities(), offered);
     group.configure(configuration(&Arc::default(), 1, 0, 1)).unwrap();
-    assert_eq!(group.info().backend, "odd");
+    assert_eq!(&*group.info().backend, "odd");
     group.barrier().unwrap();
 }

@@ -48,7 +48,7 @@ impl ProcessGroup for Odd {
         GroupInfo {
             backend: "odd".into(),
             // What a test wants to know of the other process.
-            name: format!("{:?}", self.options),
+            name: format!("{:?}", self.options).into(),
             rank: c.map_or(0, |c| c.rank),
             world_size: c.map_or(0, |c| c.world_size),
             epoch: c.map_or(Epoch(0), |c| c.epoch),

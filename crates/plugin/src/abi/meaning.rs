@@ -129,7 +129,7 @@ pub const FEATURES: [(Feature, &str); 10] = [
 ];
 
 /// What every plugin may rely on and has to do besides, a paragraph each.
-pub const CONDUCT: [&str; 9] = [
+pub const CONDUCT: [&str; 10] = [
     "Pointers. A function of a table may be null only where its comment says so. Lists (buffers, children, splits, keys, hints, notes, options, shape) may be null if their \
      count is 0. ctx is passed back as it is and may be null. fault, reply, outcome and the other places for results are never null.",
     "Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through it with buffer_stride, not with your own sizeof. All \
@@ -145,7 +145,9 @@ pub const CONDUCT: [&str; 9] = [
      oxccl_fault_copy.",
     "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin; those after shutdown do, and are INVALID_STATE.",
     "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (`rank R of N`, or `ranks R, S of N`) and the `phase` that \
-     it waited in; it may take a second more to find out who. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason.",
+     it waited in; it may take a second more to find out who. If it is cancelled (oxccl_store.wanted fails, waits at the store fail; their fault is ABORTED already and is passed on), or abort is called meanwhile, the fault is ABORTED with the reason. \
+     It may be called again only where RECONFIGURE is advertised.",
+    "Time-outs are milliseconds from the call, never negative, and at most a hundred years, so that they can be added to a clock of nanoseconds.",
 ];
 
 #[cfg(test)]

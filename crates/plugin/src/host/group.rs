@@ -24,7 +24,6 @@ pub(super) struct PluginGroup {
     capabilities: Capabilities,
     lifecycle: Lifecycle<Engine>,
     /// What it calls itself, and what it serves.
-    backend: String,
     device: Device,
     timeout: Duration,
     /// Tells that the plugin's group was closed.
@@ -74,8 +73,8 @@ impl PluginGroup {
                 "a plugin's group cannot say what it is"
             );
             GroupInfo {
-                backend: backend.to_string(),
-                name: backend.to_string(),
+                backend: backend.into(),
+                name: backend.into(),
                 rank: 0,
                 world_size: 0,
                 epoch: Epoch(0),
@@ -86,8 +85,7 @@ impl PluginGroup {
         Ok(Self {
             raw,
             capabilities,
-            lifecycle: Lifecycle::new(info.name),
-            backend: info.backend,
+            lifecycle: Lifecycle::new(info.backend, info.name),
             device: info.device,
             timeout,
             closed: Mutex::new(Some(closed)),
@@ -149,7 +147,10 @@ impl PluginGroup {
         let op = op.into_inner();
         let engine = self.lifecycle.engine().and_then(|engine| {
             let theirs = self.raw.stream(options.stream.as_deref()).map_err(|device| {
-                let text = format!("{} cannot order itself after a stream on {device}", self.backend);
+                let text = format!(
+                    "{} cannot order itself after a stream on {device}",
+                    self.lifecycle.backend()
+                );
                 Error::unsupported(text)
             });
             theirs.map(|_| engine)
@@ -163,10 +164,7 @@ impl PluginGroup {
         };
         let (deadline, timeout_ms) = match options.deadline {
             Some(deadline) => (deadline, fault::milliseconds(deadline)),
-            None => {
-                let ms = i64::try_from(self.timeout.as_millis()).unwrap_or(i64::MAX);
-                (deadline_in(self.timeout), ms)
-            }
+            None => (deadline_in(self.timeout), fault::whole(self.timeout)),
         };
         Ok(Admitted {
             engine,
@@ -227,8 +225,8 @@ unsafe fn read_info(info: *const abi::Info) -> Result<GroupInfo, String> {
         )
     };
     Ok(GroupInfo {
-        backend,
-        name,
+        backend: backend.into(),
+        name: name.into(),
         rank: i.rank,
         world_size: i.world_size,
         epoch: Epoch(i.epoch),
@@ -240,7 +238,7 @@ unsafe fn read_info(info: *const abi::Info) -> Result<GroupInfo, String> {
 #[deny(clippy::missing_trait_methods)]
 impl ProcessGroup for PluginGroup {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info(&self.backend, self.device.clone())
+        self.lifecycle.info(self.device.clone())
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -316,7 +314,7 @@ impl ProcessGroup for PluginGroup {
         if made == 0 {
             return Ok(None);
         }
-        let child = Self::adopt(raw.library, &table, &self.backend, self.timeout)?;
+        let child = Self::adopt(raw.library, &table, self.lifecycle.backend(), self.timeout)?;
         let most = engine.place().world;
         let info = child.claims(|info| {
             let possible = info.rank < info.world_size && info.world_size <= most;
@@ -328,7 +326,7 @@ impl ProcessGroup for PluginGroup {
             })
         })?;
         let configuration = Configuration {
-            name: info.name,
+            name: info.name.to_string(),
             epoch: info.epoch,
             rank: info.rank,
             world_size: info.world_size,

@@ -167,7 +167,7 @@ fn started_again() -> Outcome {
         group.configure(configuration(store, 2, rank, 2)).map_err(text)?;
         ensure!(group.error().is_none(), "{:?}", group.error());
         ensure!(
-            group.info().epoch.0 == 2 && group.info().name == "ranks",
+            group.info().epoch.0 == 2 && &*group.info().name == "ranks",
             "{:?}",
             group.info()
         );
