@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use oxccl::core::{ProcessGroupExt, ReduceOp, Result, SubmitOptions, deadline_in};
+use oxccl::core::{ProcessGroupExt, ReduceOp, Result, deadline_in};
 use oxccl::gloo as _;
 use oxccl::world::{Place, World, WorldOptions};
 
