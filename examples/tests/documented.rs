@@ -1,19 +1,12 @@
 //! The commands of the documentation: the training programs know each that a document names. Runs of them are in the other tests.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::path::Path;
-
 use clap::CommandFactory as _;
+use documents::{documented, unknown};
 use oxccl_examples::compare::CompareArgs;
 use oxccl_examples::ddp_replica::DdpArgs;
 use oxccl_examples::diloco_replica::DilocoArgs;
 use oxccl_examples::program::grammar;
-
-#[path = "../../xtask/src/tidy/commands/shell.rs"]
-#[allow(dead_code, reason = "this test reads a part of what the file has")]
-mod shell;
-
-use shell::{documented, unknown};
 
 /// The call of one of the programs in a command: the command itself, what `cargo run` starts, or what `oxccl launch` starts.
 fn call(words: &[String]) -> Option<(&'static str, Vec<String>)> {
@@ -45,19 +38,8 @@ fn call(words: &[String]) -> Option<(&'static str, Vec<String>)> {
 
 #[test]
 fn every_documented_option_of_a_training_program_is_there() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut paths = vec![root.join("README.md")];
-    for folder in ["docs", "docs/benchmarks"] {
-        let entries = std::fs::read_dir(root.join(folder)).unwrap();
-        paths.extend(
-            entries
-                .map(|entry| entry.unwrap().path())
-                .filter(|p| p.extension().is_some_and(|e| e == "md")),
-        );
-    }
     let (mut wrong, mut found) = (Vec::new(), 0);
-    for path in paths {
-        let text = std::fs::read_to_string(&path).unwrap();
+    for (path, text) in documents::all().unwrap() {
         for command in documented(&text) {
             let Some((name, arguments)) = call(&command.words) else {
                 continue;
@@ -67,7 +49,7 @@ fn every_documented_option_of_a_training_program_is_there() {
                 "train_ddp" => grammar::<DdpArgs>(),
                 _ => CompareArgs::command(),
             };
-            let place = format!("{}:{}", path.display(), command.line);
+            let place = format!("{path}:{}", command.line);
             found += 1;
             wrong.extend(unknown(&grammar, &arguments).map(|text| format!("{place}: {text}")));
             if command.is_whole {

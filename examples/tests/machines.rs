@@ -14,14 +14,6 @@ use std::time::{Duration, Instant};
 use libtest_mimic::{Arguments, Failed, Trial};
 use tempfile::TempDir;
 
-#[path = "../../xtask/src/tidy/commands/shell.rs"]
-#[allow(
-    dead_code,
-    unused_imports,
-    reason = "this test reads a part of what the file has"
-)]
-mod shell;
-
 /// Generous: only a hang reaches it.
 const LONG: Duration = Duration::from_secs(150);
 /// A model and a rhythm small enough for a test.
@@ -56,11 +48,10 @@ fn main() -> ExitCode {
 
 /// The commands of a part of a document, from the heading `heading` to the next one of its kind.
 fn section(document: &str, heading: &str) -> Vec<Vec<String>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(document);
-    let text = std::fs::read_to_string(path).unwrap();
+    let text = std::fs::read_to_string(documents::root().join(document)).unwrap();
     let (_, after) = text.split_once(&format!("\n## {heading}\n")).expect(heading);
     let part = after.split("\n## ").next().unwrap();
-    shell::documented(part)
+    documents::documented(part)
         .into_iter()
         .map(|c| c.words)
         .filter(|words| words[0] == "oxccl")

@@ -5,11 +5,12 @@ use std::fs::Permissions;
 use std::io::{BufRead as _, BufReader};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use documents::{Documented, documented, root, unknown};
 use oxccl::coordination::{LighthouseConfig, LighthouseServer};
 use oxccl::core::flight_recorder::dump_to;
 use oxccl::core::{
@@ -19,12 +20,6 @@ use oxccl::core::{
 use oxccl::gloo::GlooGroup;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-
-#[path = "../../../xtask/src/tidy/commands/shell.rs"]
-#[allow(dead_code, reason = "this test reads a part of what the file has")]
-mod shell;
-
-use shell::{Documented, documented, unknown};
 
 /// Whole commands that are not run here, by what stands in them, and why not.
 const NOT_RUN: &[(&str, &str)] = &[
@@ -106,44 +101,15 @@ const LONG: Duration = Duration::from_secs(100);
 /// What follows `oxccl` between backticks where no command is meant: words of the keys' derivation (docs/credentials-data-plane.md).
 const LABELS: &[&str] = &["listener", "caller", "data", "record", "records"];
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-/// All documents, from the README on.
-fn documents() -> Vec<PathBuf> {
-    fn below(folder: &Path, found: &mut Vec<PathBuf>) {
-        let entries = std::fs::read_dir(folder)
-            .unwrap()
-            .map(|entry| entry.unwrap().path());
-        let mut entries: Vec<PathBuf> = entries.collect();
-        entries.sort();
-        for path in entries {
-            let name = path.file_name().unwrap().to_str().unwrap();
-            if path.is_dir() && name != "target" && !name.starts_with('.') {
-                below(&path, found);
-            } else if name.ends_with(".md") && name != "CHANGELOG.md" {
-                found.push(path);
-            }
-        }
-    }
-    let mut found = Vec::new();
-    below(&root(), &mut found);
-    found.sort_by_key(|path| *path != root().join("README.md"));
-    found
-}
-
 /// The documents' commands of this program, with where they stand.
 fn ours() -> Vec<(String, Documented)> {
     let mut found = Vec::new();
-    for path in documents() {
-        let text = std::fs::read_to_string(&path).unwrap();
-        let place = path.strip_prefix(root()).unwrap().display().to_string();
+    for (path, text) in documents::all().unwrap() {
         let is_label = |c: &Documented| c.words.get(1).is_some_and(|w| LABELS.contains(&w.as_str()));
         let commands = documented(&text)
             .into_iter()
             .filter(|c| c.words[0] == "oxccl" && (c.is_whole || !is_label(c)));
-        found.extend(commands.map(|c| (format!("{place}:{}", c.line), c)));
+        found.extend(commands.map(|c| (format!("{path}:{}", c.line), c)));
     }
     assert!(found.len() > 40, "only {} commands were found", found.len());
     found

@@ -19,19 +19,11 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use cluster::{Cluster, Process, wait_until};
-use shell::documented;
+use documents::{documented, root};
 
 #[path = "etcd/cluster.rs"]
 #[allow(dead_code, reason = "this test needs no lighthouses and kills no members")]
 mod cluster;
-
-#[path = "../../../xtask/src/tidy/commands/shell.rs"]
-#[allow(dead_code, reason = "this test reads a part of what the file has")]
-mod shell;
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
 
 /// An API server, and a folder in which commands are run as in a clone.
 struct Kubernetes {

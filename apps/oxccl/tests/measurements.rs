@@ -2,19 +2,12 @@
 //! `cargo xtask test --row measurements`; an example of a document that is missing below fails it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::sync::Once;
 
+use documents::root;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
-
-#[path = "../../../xtask/src/tidy/commands/shell.rs"]
-#[allow(
-    dead_code,
-    unused_imports,
-    reason = "this test reads a part of what the file has"
-)]
-mod shell;
 
 /// Examples of cargo's: the name, what they are given, and a part of what they print.
 const RUN: &[(&str, &str, &str)] = &[
@@ -72,10 +65,6 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
 }
 
-fn root() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
-}
-
 /// Cargo's folder of what it built for this test.
 fn built() -> &'static Path {
     static BUILT: Once = Once::new();
@@ -116,23 +105,10 @@ fn said(of: &str, output: &Output) -> String {
     said
 }
 
-fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            documents(&path, found);
-        } else if path.extension().is_some_and(|e| e == "md") {
-            found.push(path);
-        }
-    }
-}
-
 fn every_measured_example_of_the_documents_is_run_here() {
-    let mut paths = vec![root().join("README.md"), root().join("CONTRIBUTING.md")];
-    documents(&root().join("docs"), &mut paths);
     let mut named = 0;
-    for path in paths {
-        for command in shell::documented(&std::fs::read_to_string(&path).unwrap()) {
+    for (path, text) in documents::all().unwrap() {
+        for command in documents::documented(&text) {
             let is_measured = ["cargo", "run", "--release"]
                 .iter()
                 .zip(&command.words)
@@ -148,7 +124,7 @@ fn every_measured_example_of_the_documents_is_run_here() {
             };
             if is_measured {
                 named += 1;
-                let place = format!("{}:{}", path.display(), command.line);
+                let place = format!("{path}:{}", command.line);
                 assert!(
                     names().chain([RANKS]).any(|name| name == example),
                     "{place}: '{example}' is not run here"

@@ -5,13 +5,12 @@
 
 use std::collections::BTreeSet;
 
+use documents::{Documented, documented, unknown};
+
 use super::Finding;
 use crate::metadata::Metadata;
 
 pub(super) mod runs;
-mod shell;
-
-use shell::{Documented, documented, unknown};
 
 /// What cargo's arguments may name.
 pub(super) struct Names {

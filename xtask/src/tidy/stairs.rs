@@ -38,6 +38,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("oxccl-launch", Place::Floor(7)),
     ("oxccl-plot", Place::Floor(7)),
     ("oxccl-cli", Place::Floor(8)),
+    ("documents", Place::Around),
     ("gloo-plugin", Place::Around),
     ("loopback", Place::Around),
     ("nccl-standin", Place::Around),

@@ -7,10 +7,6 @@ use std::process::{Command, Stdio};
 use crate::http::Process;
 use crate::job::lighthouse;
 
-#[path = "../../../../xtask/src/tidy/commands/shell.rs"]
-#[allow(dead_code, reason = "this test reads a part of what the file has")]
-mod shell;
-
 /// A document, and a part of what each of its requests is answered with, in their order.
 const REQUESTS: &[(&str, &[&str])] = &[
     (
@@ -73,10 +69,8 @@ fn the_requests_of_the_documents_are_answered() {
     let secured = lines.find_map(address).expect("a lighthouse says where it is");
     let job = std::fs::read_to_string(folder.path().join("job1/job")).unwrap();
     for (document, parts) in REQUESTS {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../../docs")
-            .join(document);
-        let commands = shell::documented(&std::fs::read_to_string(path).unwrap());
+        let path = documents::root().join("docs").join(document);
+        let commands = documents::documented(&std::fs::read_to_string(path).unwrap());
         let requests: Vec<_> = commands.iter().filter(|c| c.words[0] == "curl").collect();
         assert_eq!(requests.len(), parts.len(), "{document}: {requests:?}");
         for (request, part) in requests.iter().zip(*parts) {

@@ -1,6 +1,5 @@
 //! The question to the event logs that the documentation names, to those of a job whose replica dies and heals.
 
-use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
@@ -10,7 +9,7 @@ use crate::job::{Job, lighthouse};
 
 /// The line as it is written: a shell splits it, and finds the files.
 fn documented() -> String {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/observability.md");
+    let page = documents::root().join("docs/observability.md");
     let text = std::fs::read_to_string(page).unwrap();
     let mut lines = text.lines().filter(|line| line.starts_with("jq "));
     lines.next().unwrap().to_owned()

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use super::shell::documented;
+use documents::documented;
+
 use crate::tidy::Finding;
 
 /// The file of a test and a part of it, without which the command would not be run.
