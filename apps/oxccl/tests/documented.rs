@@ -29,6 +29,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ),
     ("--backend xccl", "needs oneCCL; the rows `xccl` have it"),
     ("--etcd", "needs etcd; the row `etcd` has it"),
+    ("acme", "needs that plugin; tests/new_plugins.rs makes it"),
     (
         "-- train_diloco replica",
         "needs that program; examples/tests/machines.rs runs such commands of the documents",

@@ -58,30 +58,69 @@ fn conformance(library: &Path, arguments: &[&str]) -> (Option<i32>, String, Stri
     text(command.arg(library).args(arguments))
 }
 
+/// The commands of docs/plugins.md that begin so.
+fn documented(begins: &str) -> Vec<String> {
+    let page = std::fs::read_to_string(documents::root().join("docs/plugins.md")).unwrap();
+    let whole = documents::documented(&page).into_iter().filter(|c| c.is_whole);
+    let lines = whole.map(|c| c.words.join(" "));
+    lines.filter(|line| line.starts_with(begins)).collect()
+}
+
+/// As the page has it: from nothing to a library that passes, is found by its name, and is measured.
 #[test]
-fn a_new_plugin_in_c_passes_its_test_as_it_is() {
+fn the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is() {
     let below = tempfile::tempdir().unwrap();
-    let Some(folder) = in_c(below.path()) else { return };
-    let program = format!("OXCCL={}", env!("CARGO_BIN_EXE_oxccl"));
-    let (code, out, err) = text(
-        Command::new("make")
-            .arg("-C")
-            .arg(&folder)
-            .args(["test", &program]),
-    );
-    assert_eq!(code, Some(0), "{out}{err}");
-    let counted = |line: &str| out.lines().any(|l| l.starts_with(line));
-    assert!(counted("# oxccl conformance: backend my_ccl for cpu"), "{out}");
-    assert!(counted("all_reduce") && out.contains(" 0 failed,"), "{out}");
+    if in_c(below.path()).is_none() {
+        return;
+    }
+    let library = below.path().join("acme/libacme.so");
+    let bin = Path::new(env!("CARGO_BIN_EXE_oxccl")).parent().unwrap();
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+    let run = |folder: &str, begins: &str, count: usize, more: &str| {
+        let lines = documented(begins);
+        assert_eq!(lines.len(), count, "{begins}: {lines:?}");
+        let mut all = String::new();
+        for line in lines {
+            // One that names a part is short already.
+            let more = if line.contains("--case") { "" } else { more };
+            let mut shell = Command::new("sh");
+            shell
+                .args(["-c", &format!("{line} {more}")])
+                .current_dir(below.path().join(folder));
+            shell
+                .env("PATH", &path)
+                .env("OXCCL_PLUGIN_PATH", &library)
+                .env_remove("OXCCL_LOG");
+            let (code, out, err) = text(&mut shell);
+            assert_eq!(code, Some(0), "{line}: {out}{err}");
+            all += &out;
+        }
+        all
+    };
+    run("", "oxccl new-plugin acme --language c", 1, "");
+    let out = run("", "make -C acme test", 1, "");
+    let counted = |line: &str| out.lines().filter(|l| l.starts_with(line)).count();
+    // As processes and as threads.
+    assert_eq!(counted("# oxccl conformance: backend acme for cpu"), 2, "{out}");
+    assert!(counted("all_reduce") == 2 && out.contains(" 0 failed,"), "{out}");
     assert!(out.contains("broadcast is not advertised"), "{out}");
-    // As threads too, and in another folder: this one is taken.
-    let (code, out, err) = conformance(
-        &folder.join("libmy_ccl.so"),
-        &["--mode", "threads", "--case", "lifetime"],
+    run(
+        "acme",
+        "oxccl conformance --plugin ./libacme.so",
+        3,
+        "--case all_reduce",
     );
-    assert_eq!(code, Some(0), "{out}{err}");
-    let mut again = oxccl(&["new-plugin", "my_ccl", "--language", "c", "--dir"]);
-    let (code, _, err) = text(again.arg(&folder));
+    let out = run("", "oxccl backends", 1, "");
+    assert!(out.contains("acme") && out.contains("libacme.so"), "{out}");
+    run(
+        "",
+        "oxccl bench --backend acme",
+        1,
+        "--iters 1 --warmup 0 --sizes 4",
+    );
+    // The folder is taken now.
+    let mut again = oxccl(&["new-plugin", "acme", "--language", "c", "--dir"]);
+    let (code, _, err) = text(again.arg(below.path().join("acme")));
     assert!(code == Some(2) && err.contains("not empty"), "{err}");
 }
 

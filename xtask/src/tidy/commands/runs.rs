@@ -16,14 +16,34 @@ const DOCUMENTED: Test = (
 );
 const EXAMPLES: &str = "apps/oxccl/tests/examples.rs";
 const MEASUREMENTS: &str = "apps/oxccl/tests/measurements.rs";
+const IN_C: Test = (
+    "apps/oxccl/tests/new_plugins.rs",
+    "fn the_documented_commands_make_a_plugin_in_c",
+);
+const IN_RUST: Test = (
+    "apps/oxccl/tests/new_plugins.rs",
+    "fn a_new_plugin_in_rust_passes_its_test",
+);
 const MPI: Test = ("crates/world/tests/launchers/mpi.rs", "--hostfile");
 const PYTHON: &str = "python/tests/test_examples.py";
 const TRAINING: &str = "examples/tests/programs.rs";
 
-/// How a command begins, and the test that runs it, shorter where it would take long. The first that fits counts.
+/// How a command begins (`in FOLDER: ` before one in a folder), and the test that runs it, shorter where it would take long. The first that fits
+/// counts.
 ///
 /// A program that a document only calls `./program` or `train.py` is the one that stands on that page.
 const RUNS: &[(&str, Test)] = &[
+    // A plugin of one's own.
+    ("oxccl new-plugin acme --language c", IN_C),
+    ("oxccl new-plugin acme --language rust", IN_RUST),
+    ("oxccl conformance --plugin ./libacme.so", IN_C),
+    ("oxccl bench --backend acme", IN_C),
+    ("make -C acme test", IN_C),
+    ("in acme: cargo", IN_RUST),
+    (
+        "in acme: oxccl conformance --plugin target/release/libacme.so",
+        IN_RUST,
+    ),
     ("oxccl", DOCUMENTED),
     // The programs, as their users build and start them.
     (
@@ -102,15 +122,19 @@ const RUNS: &[(&str, Test)] = &[
     ),
     ("ip ", (MEASUREMENTS, "fn the_recipe_for_a_slow_link_runs")),
     (
-        "python bench/",
+        "in python: python bench/",
         ("python/tests/test_measurements.py", "def test_measurement("),
     ),
     (
-        "cargo build --release --example all_reduce",
+        "in python: cargo build --release --example all_reduce",
         ("python/tests/test_measurements.py", "def peer("),
     ),
     // Launchers.
     ("mpirun", MPI),
+    (
+        "srun --no-kill",
+        ("crates/world/tests/launchers/slurm.rs", "fn lost_node"),
+    ),
     ("srun", ("crates/world/tests/launchers/slurm.rs", "fn four_nodes")),
     (
         "torchrun --nproc-per-node=4 --no-python",
@@ -160,6 +184,19 @@ const RUNS: &[(&str, Test)] = &[
 /// Of a shell, for what stands around them.
 const SHELL: [&str; 2] = ["export", "wait"];
 
+/// What commands of ours begin with.
+const PROGRAMS: [&str; 9] = [
+    "oxccl",
+    "cargo",
+    "make",
+    "export",
+    "python",
+    "pip",
+    "train_diloco",
+    "train_ddp",
+    "curl",
+];
+
 /// The entries of the table that the documents so far need.
 #[derive(Default)]
 pub(in crate::tidy) struct Runs {
@@ -169,9 +206,21 @@ pub(in crate::tidy) struct Runs {
 impl Runs {
     /// Finds the commands of a document for which no test is named.
     pub(in crate::tidy) fn check(&mut self, path: &str, text: &str) -> Vec<Finding> {
-        let mut findings = Vec::new();
+        let mut findings: Vec<Finding> = hidden(text)
+            .map(|line| {
+                Finding::new(
+                    path,
+                    line,
+                    "command",
+                    "a command stands in a block of text: make it one of sh",
+                )
+            })
+            .collect();
         for command in documented(text) {
-            let line = command.words.join(" ");
+            let mut line = command.words.join(" ");
+            if let Some(folder) = &command.folder {
+                line = format!("in {folder}: {line}");
+            }
             if !command.is_whole || SHELL.contains(&command.words[0].as_str()) {
                 continue;
             }
@@ -201,6 +250,18 @@ impl Runs {
     }
 }
 
+/// The lines with commands in blocks of text, which no test reads.
+fn hidden(text: &str) -> impl Iterator<Item = usize> {
+    let mut is_text = false;
+    (1..).zip(text.lines()).filter_map(move |(number, line)| {
+        if let Some(language) = line.trim().strip_prefix("```") {
+            is_text = language == "text" && !is_text;
+        }
+        let program = line.split(' ').next().unwrap_or_default();
+        (is_text && PROGRAMS.contains(&program)).then_some(number)
+    })
+}
+
 /// `cargo run --bin x` fits `cargo run --bin x --more`; `oxccl` does not fit `oxccl-more`.
 fn fits(line: &str, begins: &str) -> bool {
     let rest = line.strip_prefix(begins);
@@ -213,28 +274,27 @@ mod tests {
 
     #[test]
     fn a_command_without_a_test_is_found_with_its_line() {
-        let text = "`rsync x`\n```sh\nexport A=1\noxccl backends\ncargo xtask test --row unit && rsync -a b c:\nipcs -a\nwait\n```\n";
+        let text = "`rsync x`\n```sh\nexport A=1\noxccl backends\ncargo xtask test --row unit && rsync -a b c:\nipcs -a\nwait\n```\n\
+                    ```text\noxccl: a log\noxccl why\n```\noxccl is a word\n";
         let mut runs = Runs::default();
         let found: Vec<String> = runs.check("d.md", text).iter().map(ToString::to_string).collect();
         let line = |n: u32, command: &str| {
             format!("d.md:{n}: [command] no test is named that runs '{command}': commands/runs.rs")
         };
-        assert_eq!(found, [line(5, "rsync -a b c:"), line(6, "ipcs -a")]);
+        let hidden = "d.md:11: [command] a command stands in a block of text: make it one of sh".to_owned();
+        assert_eq!(found, [hidden, line(5, "rsync -a b c:"), line(6, "ipcs -a")]);
         assert_eq!(runs.needed, BTreeSet::from(["oxccl", "cargo xtask test"]));
     }
 
     #[test]
     fn an_entry_without_a_command_or_a_test_is_found() {
         let needed = RUNS.iter().map(|(begins, _)| *begins).collect();
-        let (_, (file, part)) = RUNS[0];
-        let whole = |path: &str| (path != file).then(|| RUNS.iter().map(|(_, (_, part))| *part).collect());
-        let gone = Runs { needed }.check_table(whole);
-        assert!(!gone.is_empty());
-        assert!(
-            gone.iter()
-                .all(|f| f.text.contains(part) && f.text.contains(file)),
-            "{gone:?}"
-        );
+        let (_, (file, _)) = RUNS[0];
+        let there = |path: &str| (path != file).then(|| RUNS.iter().map(|(_, (_, part))| *part).collect());
+        let gone = Runs { needed }.check_table(there);
+        let its = RUNS.iter().filter(|(_, (path, _))| *path == file).count();
+        assert_eq!(gone.len(), its, "{gone:?}");
+        assert!(gone.iter().all(|f| f.text.contains(file)), "{gone:?}");
         let unneeded = Runs::default().check_table(|_| None);
         assert_eq!(unneeded.len(), RUNS.len());
     }
