@@ -58,18 +58,19 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             &needs,
             splits,
         ));
-        let needs = [
-            Needs::Feature(Feature::MismatchDetection),
-            Needs::Op(OpKind::Recv),
-            Needs::Moves(DType::F32),
-            Needs::Moves(DType::F64),
-        ];
-        all.push(Case::new(
-            "mismatch::l15_message_and_receive_of_other_sizes",
-            world,
-            &needs,
-            message,
-        ));
+        // The first has as many bytes on both sides.
+        for (name, dtype, count) in [("types", DType::F64, 4), ("counts", DType::F32, 12)] {
+            let needs = [
+                Needs::Feature(Feature::MismatchDetection),
+                Needs::Op(OpKind::Recv),
+                Needs::Moves(DType::F32),
+                Needs::Moves(dtype),
+            ];
+            let name = format!("mismatch::l15_message_and_receive_of_other_{name}");
+            all.push(Case::new(&name, world, &needs, move |rank| {
+                message(rank, dtype, count)
+            }));
+        }
     }
     all
 }
@@ -227,7 +228,8 @@ fn splits(rank: &Rank) -> Outcome {
     next_epoch_works(rank, group.as_ref())
 }
 
-fn message(rank: &Rank) -> Outcome {
+/// A message of eight numbers, and a receive of `count` of `dtype`.
+fn message(rank: &Rank, dtype: DType, count: usize) -> Outcome {
     let group = rank.group()?;
     if rank.rank > 1 {
         let e = crate::case::eventually("the notice of the mismatch", || group.error())?;
@@ -242,7 +244,7 @@ fn message(rank: &Rank) -> Outcome {
         }
     } else {
         Collective::Recv {
-            tensor: Tensor::zeros(DType::F64, 4),
+            tensor: Tensor::zeros(dtype, count),
             peer: Some(0),
             tag: tag_of(group.as_ref(), 2),
         }
@@ -250,7 +252,10 @@ fn message(rank: &Rank) -> Outcome {
     let e = failure_of(rank, group.as_ref(), op)?;
     expected::MESSAGE.check(
         &e,
-        &[("ONE", "8 elements of f32"), ("OTHER", "4 elements of f64")],
+        &[
+            ("ONE", "8 elements of f32"),
+            ("OTHER", &format!("{count} elements of {dtype}")),
+        ],
     )?;
     next_epoch_works(rank, group.as_ref())
 }
