@@ -58,8 +58,12 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             &needs,
             splits,
         ));
-        // The first has as many bytes on both sides.
-        for (name, dtype, count) in [("types", DType::F64, 4), ("counts", DType::F32, 12)] {
+        // Each differs in what the others share: the type, the count, or both with as many bytes.
+        for (name, dtype, count) in [
+            ("types", DType::F64, 8),
+            ("counts", DType::F32, 12),
+            ("types_and_counts", DType::F64, 4),
+        ] {
             let needs = [
                 Needs::Feature(Feature::MismatchDetection),
                 Needs::Op(OpKind::Recv),

@@ -25,7 +25,7 @@ impl fmt::Display for Epoch {
 /// What a group is right now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupInfo {
-    /// The backend's name. Shared, as the next one: every call asks for this struct, and allocates nothing for it.
+    /// The backend's name. Shared, like `name`: every call asks for this struct, and it must not allocate.
     pub backend: Arc<str>,
     /// The group's name, for messages.
     pub name: Arc<str>,

@@ -181,7 +181,7 @@ impl Party {
                  same job?"
             )),
             Some(rustls::Error::InvalidCertificate(why)) => refusal(format!(
-                "the server's certificate is not of job {job}, whose credentials this process has from {folder} ({why:?}): either is of another job"
+                "the server's certificate is not of job {job}, whose credentials this process has from {folder} ({why:?}): the server or that folder is of another job"
             )),
             Some(rustls::Error::InvalidMessage(_)) => refusal(format!(
                 "the server does not speak TLS: it runs without credentials, and this process has those of job {job} in {folder}"

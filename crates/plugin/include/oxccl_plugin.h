@@ -52,9 +52,9 @@ extern "C" {
 
 /* configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (rank R
  * of N, or ranks R, S of N) and the phase that it waited in; it may take a second more to find out who. If it
- * is cancelled (oxccl_store.wanted fails, waits at the store fail; their fault is ABORTED already and is
- * passed on), or abort is called meanwhile, the fault is ABORTED with the reason. It may be called again only
- * where RECONFIGURE is advertised. */
+ * is cancelled (oxccl_store.wanted fails, waits at the store fail; whose fault is passed on), or abort is
+ * called meanwhile, the fault is ABORTED with the reason. Where RECONFIGURE is not advertised, a second call
+ * may be refused with INVALID_STATE. */
 
 /* Time-outs are milliseconds from the call, never negative, and at most a hundred years, so that they can be
  * added to a clock of nanoseconds. */

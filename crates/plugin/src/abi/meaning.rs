@@ -145,8 +145,8 @@ pub const CONDUCT: [&str; 10] = [
      oxccl_fault_copy.",
     "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin; those after shutdown do, and are INVALID_STATE.",
     "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (`rank R of N`, or `ranks R, S of N`) and the `phase` that \
-     it waited in; it may take a second more to find out who. If it is cancelled (oxccl_store.wanted fails, waits at the store fail; their fault is ABORTED already and is passed on), or abort is called meanwhile, the fault is ABORTED with the reason. \
-     It may be called again only where RECONFIGURE is advertised.",
+     it waited in; it may take a second more to find out who. If it is cancelled (oxccl_store.wanted fails, waits at the store fail; whose fault is passed on), or abort is called meanwhile, the fault is ABORTED with the reason. \
+     Where RECONFIGURE is not advertised, a second call may be refused with INVALID_STATE.",
     "Time-outs are milliseconds from the call, never negative, and at most a hundred years, so that they can be added to a clock of nanoseconds.",
 ];
 

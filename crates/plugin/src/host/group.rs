@@ -23,7 +23,7 @@ pub(super) struct PluginGroup {
     raw: Arc<Raw>,
     capabilities: Capabilities,
     lifecycle: Lifecycle<Engine>,
-    /// What it calls itself, and what it serves.
+    /// What it serves.
     device: Device,
     timeout: Duration,
     /// Tells that the plugin's group was closed.

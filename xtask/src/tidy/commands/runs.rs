@@ -227,7 +227,7 @@ impl Runs {
             if let Some((begins, _)) = RUNS.iter().find(|(begins, _)| fits(&line, begins)) {
                 self.needed.insert(begins);
             } else {
-                let text = format!("no test is named that runs '{line}': commands/runs.rs");
+                let text = format!("no test is named that runs '{line}' in xtask/src/tidy/commands/runs.rs");
                 findings.push(Finding::new(path, command.line, "command", text));
             }
         }
@@ -279,7 +279,9 @@ mod tests {
         let mut runs = Runs::default();
         let found: Vec<String> = runs.check("d.md", text).iter().map(ToString::to_string).collect();
         let line = |n: u32, command: &str| {
-            format!("d.md:{n}: [command] no test is named that runs '{command}': commands/runs.rs")
+            format!(
+                "d.md:{n}: [command] no test is named that runs '{command}' in xtask/src/tidy/commands/runs.rs"
+            )
         };
         let hidden = "d.md:11: [command] a command stands in a block of text: make it one of sh".to_owned();
         assert_eq!(found, [hidden, line(5, "rsync -a b c:"), line(6, "ipcs -a")]);
