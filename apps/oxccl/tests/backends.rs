@@ -3,6 +3,10 @@
 
 use std::process::Command;
 
+use breach::breach;
+
+mod breach;
+
 fn backends(arguments: &[&str], defaults: &str) -> (Option<i32>, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
         .arg("backends")
@@ -117,28 +121,6 @@ fn one_backend_that_is_not_known_is_exit_code_2_with_a_suggestion() {
     );
 }
 
-/// `fixtures/c/breach.c` with these definitions; none where there is no C compiler.
-fn breach(library: &std::path::Path, defines: &[&str]) -> bool {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
-    let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-fvisibility=hidden", "-I"])
-        .arg(format!("{root}/crates/plugin/include"))
-        .args(defines)
-        .arg(format!("{root}/fixtures/c/breach.c"))
-        .arg("-o")
-        .arg(library);
-    let Ok(built) = cc.output() else {
-        eprintln!("skipped: no C compiler");
-        return false;
-    };
-    assert!(
-        built.status.success(),
-        "{}",
-        String::from_utf8_lossy(&built.stderr)
-    );
-    true
-}
-
 #[test]
 fn what_a_plugin_says_and_prints_does_not_break_the_list() {
     use std::os::unix::ffi::OsStrExt;
@@ -146,7 +128,7 @@ fn what_a_plugin_says_and_prints_does_not_break_the_list() {
     // Its path need not be text.
     let below = folder.path().join(std::ffi::OsStr::from_bytes(b"not\xfftext"));
     std::fs::create_dir(&below).unwrap();
-    let library = below.join("libbreach.so");
+    let library = breach(&below, &["-DLONG_VERSION", "-DPRINTS"]);
     let list = |arguments: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
             .arg("backends")
@@ -159,9 +141,6 @@ fn what_a_plugin_says_and_prints_does_not_break_the_list() {
         assert!(output.status.success(), "{err}");
         (String::from_utf8(output.stdout).unwrap(), err)
     };
-    if !breach(&library, &["-DLONG_VERSION", "-DPRINTS"]) {
-        return;
-    }
     let (out, err) = list(&["--json"]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert!(err.contains("hello from a constructor"), "{err}");
@@ -174,14 +153,13 @@ fn what_a_plugin_says_and_prints_does_not_break_the_list() {
     assert!(!out.contains('\u{1b}') && out.contains("7777…"), "{out}");
     assert!(out.lines().all(|l| l.chars().count() < 2000), "{out}");
 
-    if breach(&library, &["-DBREACH=\"unreadable\""]) {
-        let json: serde_json::Value = serde_json::from_str(&list(&["--json"]).0).unwrap();
-        assert_eq!(of(&json)["usable"], false);
-        assert!(
-            of(&json)["reason"].as_str().unwrap().contains("capabilities"),
-            "{json}"
-        );
-    }
+    breach(&below, &["-DBREACH=\"unreadable\""]);
+    let json: serde_json::Value = serde_json::from_str(&list(&["--json"]).0).unwrap();
+    assert_eq!(of(&json)["usable"], false);
+    assert!(
+        of(&json)["reason"].as_str().unwrap().contains("capabilities"),
+        "{json}"
+    );
 }
 
 fn plugin(package: &str) -> String {

@@ -2,7 +2,52 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
+
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+fn main() -> ExitCode {
+    // A C compiler is there, since Rust links with it.
+    let no_make = Command::new("make").arg("--version").output().is_err();
+    let no_make = no_make.then_some("needs make");
+    let test = |name: &str, skipped: Option<&'static str>, body: fn()| {
+        Trial::ignorable_test(name, move || {
+            if let Some(why) = skipped {
+                return Ok(Completion::ignored_with(why));
+            }
+            body();
+            Ok::<_, Failed>(Completion::Completed)
+        })
+    };
+    let tests = vec![
+        test(
+            "the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is",
+            no_make,
+            the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is,
+        ),
+        test(
+            "a_new_plugin_in_rust_passes_its_test_as_it_is",
+            None,
+            a_new_plugin_in_rust_passes_its_test_as_it_is,
+        ),
+        test(
+            "a_wrong_sum_and_a_crash_cost_their_cases_and_are_named",
+            no_make,
+            a_wrong_sum_and_a_crash_cost_their_cases_and_are_named,
+        ),
+        test(
+            "a_backend_of_another_element_type_alone_passes_too",
+            no_make,
+            a_backend_of_another_element_type_alone_passes_too,
+        ),
+        test(
+            "what_cannot_be_tried_is_exit_code_2_with_what_there_is",
+            no_make,
+            what_cannot_be_tried_is_exit_code_2_with_what_there_is,
+        ),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
+}
 
 fn oxccl(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oxccl"));
@@ -20,20 +65,8 @@ fn text(command: &mut Command) -> (Option<i32>, String, String) {
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-fn can_build_c() -> bool {
-    let there = |tool: &&str| Command::new(tool).arg("--version").output().is_ok();
-    let can = ["cc", "make"].iter().all(there);
-    if !can {
-        eprintln!("skipped: no C compiler, or no make");
-    }
-    can
-}
-
-/// A new plugin in C, in a folder of its own; none without a compiler.
-fn in_c(below: &Path) -> Option<PathBuf> {
-    if !can_build_c() {
-        return None;
-    }
+/// A new plugin in C, in a folder of its own.
+fn in_c(below: &Path) -> PathBuf {
     let folder = below.join("my_ccl");
     let mut command = oxccl(&["new-plugin", "my_ccl", "--language", "c", "--dir"]);
     let (code, out, err) = text(command.arg(&folder));
@@ -42,7 +75,7 @@ fn in_c(below: &Path) -> Option<PathBuf> {
         out.contains("my_ccl/my_ccl.c") && out.contains("next: make"),
         "{out}"
     );
-    Some(folder)
+    folder
 }
 
 /// Builds it, with a fault planted: a piece of its source and what stands there instead.
@@ -72,12 +105,8 @@ fn documented(begins: &str) -> Vec<String> {
 }
 
 /// As the page has it: from nothing to a library that passes, is found by its name, and is measured.
-#[test]
 fn the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is() {
     let below = tempfile::tempdir().unwrap();
-    if !can_build_c() {
-        return;
-    }
     let library = below.path().join("acme/libacme.so");
     let bin = Path::new(env!("CARGO_BIN_EXE_oxccl")).parent().unwrap();
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
@@ -129,7 +158,6 @@ fn the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is() {
     assert!(code == Some(2) && err.contains("not empty"), "{err}");
 }
 
-#[test]
 fn a_new_plugin_in_rust_passes_its_test_as_it_is() {
     // It stays, so that a second run finds what is built.
     let below = Path::new(env!("CARGO_TARGET_TMPDIR")).join("new-plugin");
@@ -165,10 +193,9 @@ fn a_new_plugin_in_rust_passes_its_test_as_it_is() {
     assert_eq!(code, Some(0), "{out}{err}");
 }
 
-#[test]
 fn a_wrong_sum_and_a_crash_cost_their_cases_and_are_named() {
     let below = tempfile::tempdir().unwrap();
-    let Some(folder) = in_c(below.path()) else { return };
+    let folder = in_c(below.path());
     let twice = (
         "sums[i] += theirs[i]",
         "sums[i] += (g->world == 2 ? 2 : 1) * theirs[i]",
@@ -193,11 +220,10 @@ fn a_wrong_sum_and_a_crash_cost_their_cases_and_are_named() {
 }
 
 /// The suite tries what is advertised, whatever the element type: no case takes another one for granted.
-#[test]
 fn a_backend_of_another_element_type_alone_passes_too() {
     for (element, dtype) in [("int64_t", "DTYPE_I64"), ("uint16_t", "DTYPE_U16")] {
         let below = tempfile::tempdir().unwrap();
-        let Some(folder) = in_c(below.path()) else { return };
+        let folder = in_c(below.path());
         build(&folder, Some(("float", element)));
         let library = build(&folder, Some(("DTYPE_F32", dtype)));
         let (code, out, err) = conformance(&library, &["--ranks", "2"]);
@@ -205,13 +231,12 @@ fn a_backend_of_another_element_type_alone_passes_too() {
     }
 }
 
-#[test]
 fn what_cannot_be_tried_is_exit_code_2_with_what_there_is() {
     let (code, _, err) = conformance(Path::new("/nowhere/libacme.so"), &[]);
     assert!(code == Some(2) && err.contains("/nowhere/libacme.so"), "{err}");
     assert!(err.contains("hint: check the path"), "{err}");
     let below = tempfile::tempdir().unwrap();
-    let Some(folder) = in_c(below.path()) else { return };
+    let folder = in_c(below.path());
     let library = build(&folder, None);
     let (code, _, err) = conformance(&library, &["--backend", "acme"]);
     assert!(code == Some(2) && err.contains("it brings 'my_ccl'"), "{err}");

@@ -1,4 +1,4 @@
-//! The sum over all processes: `mpirun -n 2 target/debug/examples/all_reduce`, or under torchrun, srun, `oxccl launch`.
+//! The sum over all processes: `mpirun -n 2 target/debug/examples/all_reduce`, or under torchrun, srun, `oxccl launch`, or by hand (README).
 
 use oxccl::prelude::*;
 

@@ -2,7 +2,7 @@
 //!
 //! `cargo xtask test` installs them and says where they are (`OXCCL_TEST_…`); what is not said is skipped there, with its reason.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, Write as _};
 use std::net::TcpListener;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -35,6 +35,19 @@ fn main() -> ExitCode {
 fn program() -> String {
     let path = std::env::current_exe().unwrap_or_default();
     path.display().to_string()
+}
+
+/// The options of the first command in docs/launchers.md that is `launcher` with this word, up to the program that it starts.
+fn documented(launcher: &str, word: &str) -> Result<Vec<String>, Failed> {
+    let page = fs::read_to_string(documents::root().join("docs/launchers.md"))?;
+    let mut commands = documents::documented(&page).into_iter().filter(|c| c.is_whole);
+    let is_it = |words: &[String]| words[0] == launcher && words.iter().any(|w| w == word);
+    let command = commands.find(|c| is_it(&c.words));
+    let words = command
+        .ok_or_else(|| format!("docs/launchers.md has no {launcher} with {word}"))?
+        .words;
+    let options = words.into_iter().skip(1).take_while(|w| w != "./program");
+    Ok(options.collect())
 }
 
 /// Runs `command` to its end. What it says goes to files: ranks that outlive a killed launcher would keep a pipe open.

@@ -1,11 +1,11 @@
 //! Open MPI and MPICH.
 
-use std::io::Write as _;
+use std::fs;
 use std::process::Command;
 
 use libtest_mimic::{Failed, Trial};
 
-use crate::{Outcome, SCENE, all_reduced, finish, free_ports, program, said};
+use crate::{Outcome, SCENE, all_reduced, documented, finish, free_ports, program, said};
 
 /// An MPI's name, the variable that says where its `mpirun` is, what that needs besides, and what keeps it from ending all ranks with one.
 type Mpi = (
@@ -46,7 +46,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         let mpirun = move |scene: &str, more: Option<&str>| -> Result<Command, Failed> {
             let mut mpirun = Command::new("sh");
             mpirun.args(["-c", PASSES_PIPES]).arg(path.clone()?);
-            mpirun.args(options).args(more).args(["-n", "4"]);
+            mpirun.args(options).args(more);
             mpirun.env(SCENE, scene).env_remove("MASTER_ADDR");
             Ok(mpirun)
         };
@@ -65,7 +65,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 fn killed_rank(mut mpirun: Command) -> Outcome {
-    let output = finish(mpirun.arg(program()))?;
+    let output = finish(mpirun.args(documented("mpirun", "-n")?).arg(program()))?;
     let text = said(&output);
     for rank in [0, 2, 3] {
         let line = format!("rank {rank} heard PeerLost of rank 1");
@@ -77,10 +77,14 @@ fn killed_rank(mut mpirun: Command) -> Outcome {
 }
 
 fn without_an_address(mut mpirun: Command) -> Outcome {
-    all_reduced(&finish(mpirun.arg(program()))?, 4)
+    all_reduced(
+        &finish(mpirun.args(documented("mpirun", "-n")?).arg(program()))?,
+        4,
+    )
 }
 
 fn below_wrappers(mut mpirun: Command) -> Outcome {
+    mpirun.args(documented("mpirun", "-n")?);
     // A second command, so that the shell stays above the rank.
     mpirun.args(["sh", "-c", "\"$0\"; exit $?"]).arg(program());
     all_reduced(&finish(&mut mpirun)?, 4)
@@ -89,12 +93,12 @@ fn below_wrappers(mut mpirun: Command) -> Outcome {
 fn at_an_address(mut mpirun: Command) -> Outcome {
     let port = free_ports(1)?;
     // The only host that can be had.
-    let mut hosts = tempfile::NamedTempFile::new()?;
-    hosts.write_all(b"localhost\n")?;
+    let folder = tempfile::tempdir()?;
+    fs::write(folder.path().join("hosts"), "localhost\n")?;
     mpirun
-        .arg("--hostfile")
-        .arg(hosts.path())
+        .args(documented("mpirun", "--hostfile")?)
+        .current_dir(folder.path())
         .env("MASTER_ADDR", "127.0.0.1")
         .env("MASTER_PORT", port.to_string());
-    all_reduced(&finish(mpirun.arg(program()))?, 4)
+    all_reduced(&finish(mpirun.arg(program()))?, 8)
 }

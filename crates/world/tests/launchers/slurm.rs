@@ -4,6 +4,7 @@
 //! with the status of its end as the last line, and that is what the cases wait for.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use libtest_mimic::{Failed, Trial};
 use tempfile::TempDir;
 
-use crate::{LIMIT, Outcome, SCENE, finish, free_ports, program, rank, said};
+use crate::{LIMIT, Outcome, SCENE, documented, finish, free_ports, program, rank, said};
 
 /// A test's name and what it does.
 type Case = (&'static str, fn(&Cluster) -> Outcome);
@@ -232,7 +233,7 @@ impl Cluster {
     }
 
     /// Runs this file as the ranks of a step, and gives what they said once all have ended.
-    fn srun(&self, scene: &str, options: &[&str], ranks: u32) -> Result<Vec<String>, Failed> {
+    fn srun(&self, scene: &str, options: &[impl AsRef<OsStr>], ranks: u32) -> Result<Vec<String>, Failed> {
         let folder = tempfile::tempdir_in(self.folder.path())?;
         let mut srun = self.command("srun");
         srun.env(SCENE, scene)
@@ -285,6 +286,7 @@ fn all_have_it(said: &[String]) -> Outcome {
 }
 
 fn four_nodes(cluster: &Cluster) -> Outcome {
+    all_have_it(&cluster.srun("reduce", &documented("srun", "-n")?, 8)?)?;
     // As from a login node with another address: where srun runs is no rank's affair.
     all_have_it(&cluster.srun("reduce", &["-N4", "-n8"], 8)?)
 }
@@ -316,7 +318,8 @@ fn lost_node(cluster: &Cluster) -> Outcome {
     let mut srun = cluster.command("srun");
     srun.env(SCENE, "lose-node")
         .env(rank::KNOWN, &known)
-        .args(["--no-kill", "-N4", "-n4", "-K0", "-o"])
+        .args(documented("srun", "--no-kill")?)
+        .arg("-o")
         .arg(at.join("%t"))
         .args(["sh", "-c", RANK])
         .arg(program())

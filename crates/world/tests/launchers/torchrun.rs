@@ -4,7 +4,7 @@ use std::process::Command;
 
 use libtest_mimic::Trial;
 
-use crate::{Outcome, SCENE, all_reduced, finish, program, said};
+use crate::{Outcome, SCENE, all_reduced, documented, finish, program, said};
 
 /// A test's name and what it does.
 type Case = (&'static str, fn(Command) -> Outcome);
@@ -23,7 +23,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         let trial = Trial::test(format!("torchrun::{case}"), move || {
             let mut torchrun = Command::new(path?);
             torchrun.args(["-m", "torch.distributed.run"]);
-            torchrun.args(["--standalone", "--no-python", "--nproc-per-node=4"]);
+            torchrun
+                .arg("--standalone")
+                .args(documented("torchrun", "--no-python")?);
             run(torchrun)
         });
         trial.with_ignored_flag(!is_there)

@@ -24,7 +24,10 @@ const IN_RUST: Test = (
     "apps/oxccl/tests/new_plugins.rs",
     "fn a_new_plugin_in_rust_passes_its_test",
 );
-const MPI: Test = ("crates/world/tests/launchers/mpi.rs", "--hostfile");
+const MPI: Test = (
+    "crates/world/tests/launchers/mpi.rs",
+    "documented(\"mpirun\", \"--hostfile\")",
+);
 const PYTHON: &str = "python/tests/test_examples.py";
 const TRAINING: &str = "examples/tests/programs.rs";
 
@@ -133,12 +136,24 @@ const RUNS: &[(&str, Test)] = &[
     ("mpirun", MPI),
     (
         "srun --no-kill",
-        ("crates/world/tests/launchers/slurm.rs", "fn lost_node"),
+        (
+            "crates/world/tests/launchers/slurm.rs",
+            "documented(\"srun\", \"--no-kill\")",
+        ),
     ),
-    ("srun", ("crates/world/tests/launchers/slurm.rs", "fn four_nodes")),
+    (
+        "srun",
+        (
+            "crates/world/tests/launchers/slurm.rs",
+            "documented(\"srun\", \"-n\")",
+        ),
+    ),
     (
         "torchrun --nproc-per-node=4 --no-python",
-        ("crates/world/tests/launchers/torchrun.rs", "--no-python"),
+        (
+            "crates/world/tests/launchers/torchrun.rs",
+            "documented(\"torchrun\", \"--no-python\")",
+        ),
     ),
     ("kubectl", ("apps/oxccl/tests/kubernetes.rs", "kubectl")),
     // Python.
