@@ -26,9 +26,9 @@ fn main() -> ExitCode {
             the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is,
         ),
         test(
-            "a_new_plugin_in_rust_passes_its_test_as_it_is",
+            "the_documented_commands_make_a_plugin_in_rust_that_passes_as_it_is",
             None,
-            a_new_plugin_in_rust_passes_its_test_as_it_is,
+            the_documented_commands_make_a_plugin_in_rust_that_passes_as_it_is,
         ),
         test(
             "a_wrong_sum_and_a_crash_cost_their_cases_and_are_named",
@@ -96,101 +96,98 @@ fn conformance(library: &Path, arguments: &[&str]) -> (Option<i32>, String, Stri
     text(command.arg(library).args(arguments))
 }
 
-/// The commands of docs/plugins.md that begin so.
-fn documented(begins: &str) -> Vec<String> {
+/// Runs the commands of docs/plugins.md that begin so, each as `start` makes it, and gives what they print.
+fn run(begins: &str, count: usize, start: impl Fn(&[String]) -> Command) -> String {
     let page = std::fs::read_to_string(documents::root().join("docs/plugins.md")).unwrap();
-    let whole = documents::documented(&page).into_iter().filter(|c| c.is_whole);
-    let lines = whole.map(|c| c.words.join(" "));
-    lines.filter(|line| line.starts_with(begins)).collect()
+    let mut commands = documents::documented(&page);
+    commands.retain(|c| c.is_whole && c.words.join(" ").starts_with(begins));
+    assert_eq!(commands.len(), count, "{begins}: {commands:?}");
+    let printed = |command: &documents::Documented| {
+        let (code, out, err) = text(&mut start(&command.words));
+        assert_eq!(code, Some(0), "{:?}: {out}{err}", command.words);
+        out
+    };
+    commands.iter().map(printed).collect()
 }
 
 /// As the page has it: from nothing to a library that passes, is found by its name, and is measured.
 fn the_documented_commands_make_a_plugin_in_c_that_passes_as_it_is() {
     let below = tempfile::tempdir().unwrap();
-    let library = below.path().join("acme/libacme.so");
+    let acme = below.path().join("acme");
     let bin = Path::new(env!("CARGO_BIN_EXE_oxccl")).parent().unwrap();
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
-    let run = |folder: &str, begins: &str, count: usize, more: &str| {
-        let lines = documented(begins);
-        assert_eq!(lines.len(), count, "{begins}: {lines:?}");
-        let mut all = String::new();
-        for line in lines {
-            // One that names a part is short already.
-            let more = if line.contains("--case") { "" } else { more };
-            let mut shell = Command::new("sh");
-            shell
-                .args(["-c", &format!("{line} {more}")])
-                .current_dir(below.path().join(folder));
-            shell
+    let run = |folder: &Path, begins: &str, count: usize, more: &[&str]| {
+        run(begins, count, |words| {
+            let mut command = Command::new("sh");
+            command
+                .args(["-c", "exec \"$0\" \"$@\""])
+                .args(words)
                 .env("PATH", &path)
-                .env("OXCCL_PLUGIN_PATH", &library)
-                .env_remove("OXCCL_LOG");
-            let (code, out, err) = text(&mut shell);
-            assert_eq!(code, Some(0), "{line}: {out}{err}");
-            all += &out;
-        }
-        all
+                .env("OXCCL_PLUGIN_PATH", acme.join("libacme.so"))
+                .env_remove("OXCCL_LOG")
+                .current_dir(folder);
+            // One that names a part is short already.
+            if !words.iter().any(|word| word == "--case") {
+                command.args(more);
+            }
+            command
+        })
     };
-    run("", "oxccl new-plugin acme --language c", 1, "");
-    let out = run("", "make -C acme test", 1, "");
+    let below = below.path();
+    run(below, "oxccl new-plugin acme --language c", 1, &[]);
+    let out = run(below, "make -C acme test", 1, &[]);
     let counted = |line: &str| out.lines().filter(|l| l.starts_with(line)).count();
     // As processes and as threads.
     assert_eq!(counted("# oxccl conformance: backend acme for cpu"), 2, "{out}");
     assert!(counted("all_reduce") == 2 && out.contains(" 0 failed,"), "{out}");
     assert!(out.contains("broadcast is not advertised"), "{out}");
-    run(
-        "acme",
-        "oxccl conformance --plugin ./libacme.so",
-        3,
-        "--case all_reduce",
-    );
-    let out = run("", "oxccl backends", 1, "");
+    let begins = "oxccl conformance --plugin ./libacme.so";
+    run(&acme, begins, 3, &["--case", "all_reduce"]);
+    let out = run(below, "oxccl backends", 1, &[]);
     assert!(out.contains("acme") && out.contains("libacme.so"), "{out}");
-    run(
-        "",
-        "oxccl bench --backend acme",
-        1,
-        "--iters 1 --warmup 0 --sizes 4",
-    );
+    let short = ["--iters", "1", "--warmup", "0", "--sizes", "4"];
+    run(below, "oxccl bench --backend acme", 1, &short);
     // The folder is taken now.
     let mut again = oxccl(&["new-plugin", "acme", "--language", "c", "--dir"]);
-    let (code, _, err) = text(again.arg(below.path().join("acme")));
+    let (code, _, err) = text(again.arg(&acme));
     assert!(code == Some(2) && err.contains("not empty"), "{err}");
 }
 
-fn a_new_plugin_in_rust_passes_its_test_as_it_is() {
+/// As the page has it, but for a debug build, and with what this workspace has locked, so that nothing is fetched.
+fn the_documented_commands_make_a_plugin_in_rust_that_passes_as_it_is() {
     // It stays, so that a second run finds what is built.
     let below = Path::new(env!("CARGO_TARGET_TMPDIR")).join("new-plugin");
-    let folder = below.join("my_ccl");
-    let _ = std::fs::remove_dir_all(&folder);
-    let mut command = oxccl(&["new-plugin", "my_ccl", "--language", "rust", "--dir"]);
-    let (code, out, err) = text(command.arg(&folder));
-    assert_eq!(code, Some(0), "{err}");
+    let (acme, target) = (below.join("acme"), below.join("target"));
+    let _ = std::fs::remove_dir_all(&acme);
+    std::fs::create_dir_all(&below).unwrap();
+    let run = |folder: &Path, begins: &str, more: &[&str]| {
+        run(begins, 1, |words| {
+            let mut command = match words[0].as_str() {
+                "cargo" => conformance::cargo(),
+                _ => oxccl(&[]),
+            };
+            for word in words.iter().skip(1).filter(|word| *word != "--release") {
+                let word = word.replace("~/oxccl", &documents::root().display().to_string());
+                command.arg(word.replace("target/release", &target.join("debug").display().to_string()));
+            }
+            command
+                .args(more)
+                .env("CARGO_TARGET_DIR", &target)
+                .current_dir(folder);
+            command
+        })
+    };
+    let out = run(&below, "oxccl new-plugin acme --language rust", &[]);
     assert!(
-        out.contains("my_ccl/src/lib.rs") && out.contains("cargo test"),
+        out.contains("acme/src/lib.rs") && out.contains("cargo test"),
         "{out}"
     );
-    // With the versions that this workspace has locked, so that nothing is fetched.
-    let lock = concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock");
-    std::fs::copy(lock, folder.join("Cargo.lock")).unwrap();
-    let target = below.join("target");
-    let cargo = |what: &str| {
-        let mut cargo = conformance::cargo();
-        cargo
-            .current_dir(&folder)
-            .args([what, "--offline", "--target-dir"])
-            .arg(&target);
-        let (code, out, err) = text(&mut cargo);
-        assert_eq!(code, Some(0), "{out}{err}");
-        out
-    };
-    let out = cargo("test");
+    std::fs::copy(documents::root().join("Cargo.lock"), acme.join("Cargo.lock")).unwrap();
+    let out = run(&acme, "cargo test", &["--offline"]);
     assert!(out.contains("processes::all_reduce::sum::world2"), "{out}");
-    // The same as a plugin.
-    cargo("build");
-    let library = target.join("debug/libmy_ccl.so");
-    let (code, out, err) = self::conformance(&library, &["--case", "all_reduce"]);
-    assert_eq!(code, Some(0), "{out}{err}");
+    run(&acme, "cargo build --release", &["--offline"]);
+    let begins = "oxccl conformance --plugin target/release/libacme.so";
+    run(&acme, begins, &["--case", "all_reduce"]);
 }
 
 fn a_wrong_sum_and_a_crash_cost_their_cases_and_are_named() {

@@ -22,7 +22,7 @@ const IN_C: Test = (
 );
 const IN_RUST: Test = (
     "apps/oxccl/tests/new_plugins.rs",
-    "fn a_new_plugin_in_rust_passes_its_test",
+    "fn the_documented_commands_make_a_plugin_in_rust",
 );
 const MPI: Test = (
     "crates/world/tests/launchers/mpi.rs",
