@@ -13,6 +13,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 const RUN: &[(&str, &str, &str)] = &[
     ("heal_rate", "1 1", "of the plain copy"),
     ("quorum_overlap", "3 5 5", "overlapped"),
+    ("outer_step", "1 2 8 2 1 2", "of each the median"),
     (
         "fleet_campaign",
         "replicas=64 every=5 rounds=50",

@@ -97,6 +97,7 @@ fn refused(device: &Device, params: &dyn Parameters, why: Error) -> Error {
 }
 
 /// Copies of some parameters, one tensor each ("slots"), whose number and sizes never change.
+#[derive(Clone)]
 pub(crate) struct Copies {
     /// Those in host memory may be shared with a state that is being read.
     tensors: Vec<Arc<Tensor>>,
@@ -139,6 +140,12 @@ impl Copies {
     pub(crate) fn update(&mut self, slot: usize, f: &mut dyn FnMut(&mut [f32]) -> Result<()>) -> Result<()> {
         let tensor = self.tensors.get_mut(slot).ok_or_else(|| no_slot(slot))?;
         self.ferry.update(writable(tensor)?, f)
+    }
+
+    /// Puts `tensor`, of as many elements, in the place of a slot in host memory. Gives the old one back, unless a state shares it.
+    pub(crate) fn replace(&mut self, slot: usize, tensor: Tensor) -> Result<Option<Tensor>> {
+        let old = self.tensors.get_mut(slot).ok_or_else(|| no_slot(slot))?;
+        Ok(Arc::try_unwrap(std::mem::replace(old, Arc::new(tensor))).ok())
     }
 
     /// Writes the elements of a slot.

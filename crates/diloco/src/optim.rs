@@ -3,19 +3,22 @@
 //! They serve as outer optimizers of DiLoCo and as inner ones of a training loop. Each numbered tensor ("slot") has its
 //! own state, made on first use. Updates are element by element in a fixed order: the same inputs give the same bits.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 
 use ftcore::{Error, Result};
 use replica::StateDict;
 
 /// A first-order optimizer.
-pub trait Optimizer: Send {
+pub trait Optimizer: Any + Send + Sync {
     /// Begins a step over any number of slots (advances step counts).
     fn begin_step(&mut self);
     /// Updates `param` by `grad`; both have the slot's number of elements, which never changes.
     fn update(&mut self, slot: usize, param: &mut [f32], grad: &[f32]) -> Result<()>;
     /// A copy with the same state.
     fn boxed_clone(&self) -> Box<dyn Optimizer>;
+    /// Becomes a copy of `other`, in the memory that it has already. False, and nothing is changed, if that is another kind of optimizer.
+    fn assign(&mut self, other: &dyn Optimizer) -> bool;
     /// Adds the state under `prefix/`.
     fn save(&self, prefix: &str, out: &mut StateDict) -> Result<()>;
     /// Replaces the state by what stands under `prefix/`.
@@ -32,6 +35,14 @@ fn same_len(slot: usize, param: &[f32], grad: &[f32], state: &[f32]) -> Result<(
         grad.len(),
         state.len()
     )))
+}
+
+/// A copy of `from`, in the vectors that are there.
+fn assign_slots(to: &mut BTreeMap<usize, Vec<f32>>, from: &BTreeMap<usize, Vec<f32>>) {
+    to.retain(|slot, _| from.contains_key(slot));
+    for (slot, values) in from {
+        to.entry(*slot).or_default().clone_from(values);
+    }
 }
 
 fn save_slots(
@@ -106,6 +117,15 @@ impl Optimizer for Sgd {
 
     fn boxed_clone(&self) -> Box<dyn Optimizer> {
         Box::new(self.clone())
+    }
+
+    fn assign(&mut self, other: &dyn Optimizer) -> bool {
+        let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else {
+            return false;
+        };
+        (self.lr, self.momentum, self.nesterov) = (other.lr, other.momentum, other.nesterov);
+        assign_slots(&mut self.velocity, &other.velocity);
+        true
     }
 
     fn save(&self, prefix: &str, out: &mut StateDict) -> Result<()> {
@@ -190,6 +210,17 @@ impl Optimizer for AdamW {
         Box::new(self.clone())
     }
 
+    fn assign(&mut self, other: &dyn Optimizer) -> bool {
+        let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else {
+            return false;
+        };
+        (self.lr, self.beta1, self.beta2) = (other.lr, other.beta1, other.beta2);
+        (self.eps, self.weight_decay, self.steps) = (other.eps, other.weight_decay, other.steps);
+        assign_slots(&mut self.first, &other.first);
+        assign_slots(&mut self.second, &other.second);
+        true
+    }
+
     fn save(&self, prefix: &str, out: &mut StateDict) -> Result<()> {
         out.insert_i64s(format!("{prefix}/steps"), &[self.steps])?;
         save_slots(prefix, "first", &self.first, out)?;
@@ -253,6 +284,44 @@ mod tests {
         a.update(3, &mut p, &[0.7, 0.7]).unwrap();
         b.update(3, &mut q, &[0.7, 0.7]).unwrap();
         assert_eq!(p.map(f32::to_bits), q.map(f32::to_bits));
+    }
+
+    #[test]
+    fn what_was_assigned_goes_on_bit_for_bit_and_keeps_nothing_of_its_own() {
+        let trained = |mut o: Box<dyn Optimizer>, slots: &[usize]| {
+            for &slot in slots {
+                o.begin_step();
+                o.update(slot, &mut [1.0, 2.0], &[0.3 * slot as f32, -0.1])
+                    .unwrap();
+            }
+            o
+        };
+        let kinds: [fn(f32) -> Box<dyn Optimizer>; 2] = [
+            |lr| Box::new(Sgd::new(lr, 0.9, lr < 0.2)),
+            |lr| Box::new(AdamW::new(lr, lr / 10.0)),
+        ];
+        for make in kinds {
+            let from = trained(make(0.1), &[1, 2, 1]);
+            let mut to = trained(make(0.5), &[1, 3]);
+            assert!(to.assign(&*from));
+            let mut state = [StateDict::new(), StateDict::new()];
+            let mut params = [[1.0f32, 2.0]; 2];
+            for ((mut o, p), dict) in [from, to].into_iter().zip(&mut params).zip(&mut state) {
+                o.begin_step();
+                o.update(2, p, &[0.7, 0.2]).unwrap();
+                o.save("o", dict).unwrap();
+            }
+            assert_eq!(params[0].map(f32::to_bits), params[1].map(f32::to_bits));
+            let [a, b] = state.map(|dict| {
+                let all = dict
+                    .iter()
+                    .map(|(name, tensor)| (name.to_owned(), tensor.data.to_vec()));
+                all.collect::<Vec<_>>()
+            });
+            assert_eq!(a, b);
+        }
+        let mut sgd = trained(kinds[0](0.1), &[1]);
+        assert!(!sgd.assign(&*kinds[1](0.1)));
     }
 
     #[test]

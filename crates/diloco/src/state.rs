@@ -1,5 +1,7 @@
 //! What a replica of DiLoCo is made of, and how it travels to one that heals.
 
+use std::sync::Arc;
+
 use ftcore::{Error, ErrorKind, Result};
 use protocol::training::Rounds;
 use replica::State;
@@ -14,10 +16,20 @@ use crate::{FragmentPlan, OuterOptimizer, Parameters};
 pub(crate) struct Fragment {
     /// The global parameters after the last commit, one slot per member.
     pub(crate) global: Copies,
-    pub(crate) optimizer: Box<dyn Optimizer>,
+    /// Shared with the thread on which a round's outer step is made, on a copy.
+    pub(crate) optimizer: Arc<dyn Optimizer>,
     /// With eager updates: where the local parameters began the round in flight, one slot per member. It differs
     /// between replicas.
     pub(crate) base: Option<Copies>,
+}
+
+/// `optimizer` for a step: if it is shared, the caller goes on with a copy.
+pub(crate) fn own(optimizer: &mut Arc<dyn Optimizer>) -> Result<&mut dyn Optimizer> {
+    if Arc::get_mut(optimizer).is_none() {
+        *optimizer = optimizer.boxed_clone().into();
+    }
+    Arc::get_mut(optimizer)
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "an optimizer is shared that was just made"))
 }
 
 /// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round, and whatever the
@@ -239,7 +251,7 @@ impl<P: Parameters> Whole<'_, P> {
             }
         }
         for (fragment, optimizer) in self.fragments.iter_mut().zip(optimizers) {
-            fragment.optimizer = optimizer;
+            fragment.optimizer = optimizer.into();
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use ftcore::{DType, Device, Error, ErrorKind, ReduceOp, Result, Traffic, deadline_in, time_left};
 use protocol::training::{Due, Rounds, Sends};
 use quant::ErrorFeedback;
-use replica::{Healed, ManagedWork, Participation, Replica, Spare, State, write_commit};
+use replica::{Healed, Participation, Replica, Spare, State, write_commit};
 
 use crate::backup::Keeper;
 use crate::feedback::Feedback;
@@ -32,7 +32,10 @@ use crate::params::ParametersHash;
 use crate::state::{Fragment, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters};
 
+use reduced::{Reduced, Room, Stepping};
+
 mod outer;
+mod reduced;
 mod resume;
 
 /// What a finished round was like.
@@ -98,8 +101,10 @@ pub struct Diloco<R, P> {
     feedback: Feedback,
     /// With the outer gradient of the round in flight, flat over the fragment's parameters.
     rounds: Rounds<Vec<f32>>,
-    works: Vec<ManagedWork>,
+    /// The reductions in flight: their outer step is made beside the inner steps, or where the round ends.
+    stepping: Stepping,
     spare: Spare,
+    room: Room,
     /// This replica's part in the round in flight.
     participation: Option<Participation>,
     /// Rounds that were committed in a call that ended with an error afterwards, or in this one.
@@ -153,7 +158,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             fragments.push(Fragment {
                 global: copy()?,
                 base: if config.eager { Some(copy()?) } else { None },
-                optimizer: config.outer.build(),
+                optimizer: config.outer.build().into(),
             });
         }
         let rounds = Rounds::new(config.rules());
@@ -165,8 +170,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             fragments,
             feedback: Feedback::default(),
             rounds,
-            works: Vec::new(),
+            stepping: Stepping::default(),
             spare: Spare::default(),
+            room: Room::default(),
             participation: None,
             reports: Vec::new(),
             healed: None,
@@ -452,7 +458,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Quorum, then the outer gradient of the step's fragment goes out.
     fn send(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<()> {
         let (participation, sends) = self.quorum(inner, deadline)?;
-        self.works.clear();
+        self.stepping = Stepping::default();
         if sends != Sends::Nothing {
             self.reduce(&participation, sends == Sends::Fresh)?;
         }
@@ -474,12 +480,17 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             f(step);
         }
         let values = self.rounds.kept().map_or(&[][..], Vec::as_slice);
+        let mut works = Vec::with_capacity(values.len().div_ceil(self.config.bucket_elements));
         for bucket in values.chunks(self.config.bucket_elements) {
             let mut copy = self.spare.take(&self.replica, DType::F32, bucket.len());
             copy.as_mut_slice()?.copy_from_slice(bucket);
-            self.works
-                .push(self.replica.all_reduce(vec![copy], ReduceOp::Avg));
+            works.push(self.replica.all_reduce(vec![copy], ReduceOp::Avg));
         }
+        let overlaps = self.config.delay > 0 || self.config.eager;
+        self.stepping = match self.fragments.get(fragment).filter(|_| overlaps) {
+            Some(state) => Stepping::beside(works, values.len(), state, &mut self.room)?,
+            None => Stepping::Later(works),
+        };
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
         }
@@ -495,7 +506,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Waits for what was sent, votes, and applies it on a yes. On a no the round is to be done again; true if it was committed.
     fn finish_attempt(&mut self, deadline: Instant) -> Result<bool> {
         let begun = Instant::now();
-        let mean = self.collect();
+        let reduced = self.collect();
         let vote = self.replica.should_commit(deadline);
         self.sync += begun.elapsed();
         let committed = matches!(vote, Ok(true));
@@ -515,15 +526,19 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             };
         };
         // The step has advanced: what goes wrong from here on leaves a state that is of no step.
-        let applied = match mean {
-            Some((mean, contributors)) => self
-                .outer_step(self.fragment_at(participation.step), &mean)
-                .map(|()| contributors),
+        let applied = match reduced {
+            Some(reduced) => {
+                let contributors = reduced.contributors;
+                self.outer_step(self.fragment_at(participation.step), reduced)
+                    .map(|()| contributors)
+            }
             None => Err(Error::new(
                 ErrorKind::Internal,
                 "a step was committed although a reduction failed",
             )),
         };
+        let gradient = self.rounds.take_kept();
+        self.room.keep(gradient.into_iter());
         let contributors = self.rounds.applied(applied)?;
         let report = self.report(&participation, contributors);
         self.reports.push(report);
@@ -543,34 +558,19 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         }
     }
 
-    /// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.
-    fn collect(&mut self) -> Option<(Vec<f32>, u32)> {
+    /// What came of the round's reductions, or `None` if any failed.
+    fn collect(&mut self) -> Option<Reduced> {
         let expected = self.rounds.kept().map_or(0, Vec::len);
-        let mut mean = Vec::with_capacity(expected);
-        let mut reduced = Vec::with_capacity(self.works.len());
-        let mut contributors = u32::MAX;
-        for work in self.works.drain(..) {
-            let bucket = work.take().and_then(|done| {
-                contributors = contributors.min(done.contributors);
-                let bucket = done.into_tensor()?;
-                mean.extend_from_slice(bucket.as_slice()?);
-                Ok(bucket)
-            });
-            match bucket {
-                Ok(bucket) => reduced.push(bucket),
-                Err(e) => {
-                    self.replica.report_error(e);
-                    return None;
-                }
+        match std::mem::take(&mut self.stepping).end(expected, &mut self.room) {
+            Ok(mut reduced) => {
+                self.spare.keep(std::mem::take(&mut reduced.buckets));
+                Some(reduced)
+            }
+            Err(error) => {
+                self.replica.report_error(error);
+                None
             }
         }
-        self.spare.keep(reduced);
-        if mean.len() != expected {
-            let text = format!("the buckets returned {} of {expected} values", mean.len());
-            self.replica.report_error(Error::new(ErrorKind::Internal, text));
-            return None;
-        }
-        Some((mean, if contributors == u32::MAX { 0 } else { contributors }))
     }
 }
 

@@ -5,14 +5,16 @@
 use ftcore::{Error, ErrorKind, Result};
 use replica::Replica;
 
-use crate::state::Fragment;
+use super::reduced::{Reduced, Stepped};
+use crate::state::{Fragment, own};
 use crate::{Diloco, Parameters};
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// `global − local` over the members of `fragment`, flat; with eager updates `base − local`.
-    pub(super) fn outer_gradient(&self, fragment: usize) -> Result<Vec<f32>> {
-        let mut flat = Vec::new();
+    pub(super) fn outer_gradient(&mut self, fragment: usize) -> Result<Vec<f32>> {
+        let mut flat = self.room.flat();
         if let Some(state) = self.fragments.get(fragment) {
+            flat.reserve(state.global.counts().sum());
             let from = state.base.as_ref().unwrap_or(&state.global);
             for (slot, &i) in self.plan.members(fragment).iter().enumerate() {
                 from.read(slot, &mut |from| {
@@ -64,8 +66,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Ok(())
     }
 
-    /// The outer step on `fragment`, then the mix into the local parameters.
-    pub(super) fn outer_step(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
+    /// The outer step on `fragment`, if it was not made, and then the mix into the local parameters.
+    pub(super) fn outer_step(&mut self, fragment: usize, reduced: Reduced) -> Result<()> {
+        let Reduced { mean, stepped, .. } = reduced;
         if mean.is_empty() {
             return Ok(());
         }
@@ -75,7 +78,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let Fragment {
             global, optimizer, ..
         } = state;
-        optimizer.begin_step();
         // With eager updates the local parameters take the result over when their next part of it is added (`look_ahead`).
         // A copy of another replica's inner steps is not kept beside its own.
         let alpha = if self.rounds.is_copy() {
@@ -84,18 +86,36 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             self.config.mixing
         };
         let alpha = (!self.config.eager).then_some(alpha);
+        let members = self.plan.members(fragment);
+        let mut mix_in = |i, global: &[f32]| match alpha {
+            Some(alpha) => self.params.write(i, &mut |local| mix(local, global, alpha)),
+            None => Ok(()),
+        };
+        if let Some(stepped) = stepped {
+            let mut stale = Stepped {
+                optimizer: std::mem::replace(optimizer, stepped.optimizer),
+                global: Vec::with_capacity(members.len()),
+            };
+            for ((slot, &i), tensor) in members.iter().enumerate().zip(stepped.global) {
+                mix_in(i, tensor.as_slice()?)?;
+                stale.global.extend(global.replace(slot, tensor)?);
+            }
+            self.room.keep_stale(stale);
+            self.room.keep([mean].into_iter());
+            return Ok(());
+        }
+        let optimizer = own(optimizer)?;
+        optimizer.begin_step();
         let counts: Vec<usize> = global.counts().collect();
-        let mut rest = mean;
-        for ((slot, &i), count) in self.plan.members(fragment).iter().enumerate().zip(counts) {
-            let (part, params) = (next_part(&mut rest, count)?, &mut self.params);
+        let mut rest = mean.as_slice();
+        for ((slot, &i), count) in members.iter().enumerate().zip(counts) {
+            let part = next_part(&mut rest, count)?;
             global.update(slot, &mut |global| {
                 optimizer.update(slot, global, part)?;
-                match alpha {
-                    Some(alpha) => params.write(i, &mut |local| mix(local, global, alpha)),
-                    None => Ok(()),
-                }
+                mix_in(i, global)
             })?;
         }
+        self.room.keep([mean].into_iter());
         Ok(())
     }
 }
@@ -113,7 +133,7 @@ fn mix(local: &mut [f32], global: &[f32], alpha: f32) {
 }
 
 /// Takes the next `count` values off `rest`.
-fn next_part<'a>(rest: &mut &'a [f32], count: usize) -> Result<&'a [f32]> {
+pub(super) fn next_part<'a>(rest: &mut &'a [f32], count: usize) -> Result<&'a [f32]> {
     let (part, tail) = rest.split_at_checked(count).ok_or_else(|| {
         Error::new(
             ErrorKind::Internal,

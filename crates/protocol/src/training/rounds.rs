@@ -136,6 +136,11 @@ impl<G> Rounds<G> {
         self.kept.as_ref().map(|(_, gradient)| gradient)
     }
 
+    /// The outer gradient of the round in flight, which has committed.
+    pub fn take_kept(&mut self) -> Option<G> {
+        self.kept.take().map(|(_, gradient)| gradient)
+    }
+
     /// The round of the quorum's step was handed to the group.
     pub fn sent(&mut self) {
         self.schedule.sent();
