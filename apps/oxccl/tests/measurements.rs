@@ -13,6 +13,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 const RUN: &[(&str, &str, &str)] = &[
     ("heal_rate", "1 1", "of the plain copy"),
     ("quorum_overlap", "3 5 5", "overlapped"),
+    ("step_cost", "1 16 2", "to push gradients"),
     ("outer_step", "1 2 8 2 1 2", "of each the median"),
     (
         "fleet_campaign",

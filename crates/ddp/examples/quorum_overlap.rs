@@ -100,7 +100,7 @@ fn run(overlap_quorum: bool, steps: usize, latency: Duration, compute: Duration)
                         std::thread::sleep(compute);
                         sink.push(0, &gradient)
                     };
-                    let apply = |w: &mut Weights, a: Vec<Tensor>| {
+                    let apply = |w: &mut Weights, a: &[Tensor]| {
                         let average = a[0].as_slice::<f32>()?;
                         w.0.iter_mut().zip(average).for_each(|(w, a)| *w -= a);
                         Ok(())

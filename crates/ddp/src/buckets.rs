@@ -129,12 +129,11 @@ impl BucketPlan {
         self.buckets.iter().map(zeros).collect()
     }
 
-    /// The slots' tensors out of the buckets'.
-    pub(crate) fn unpack(&self, buckets: &[Tensor]) -> Result<Vec<Tensor>> {
-        let mut tensors = Vec::with_capacity(self.slots.len());
-        for (slot, pieces) in self.slots.iter().zip(&self.pieces) {
-            let mut tensor = Tensor::zeros(slot.dtype, slot.count);
-            let size = slot.dtype.size();
+    /// The slots' tensors out of the buckets', in those of an earlier step if there are any.
+    pub(crate) fn unpack(&self, buckets: &[Tensor], earlier: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let mut tensors = memory(&self.slots, earlier);
+        for (tensor, pieces) in tensors.iter_mut().zip(&self.pieces) {
+            let size = tensor.dtype().size();
             for p in pieces {
                 let from = buckets
                     .get(p.bucket)
@@ -150,10 +149,18 @@ impl BucketPlan {
                     }
                 }
             }
-            tensors.push(tensor);
         }
         Ok(tensors)
     }
+}
+
+/// A tensor for each of `places`: those of an earlier step with what they hold, or new ones. New pages cost more than a copy into old ones.
+fn memory(places: &[Slot], earlier: Vec<Tensor>) -> Vec<Tensor> {
+    let fit = |t: &Tensor, place: &Slot| (t.dtype(), t.count()) == (place.dtype, place.count);
+    if earlier.len() == places.len() && earlier.iter().zip(places).all(|(t, place)| fit(t, place)) {
+        return earlier;
+    }
+    places.iter().map(|p| Tensor::zeros(p.dtype, p.count)).collect()
 }
 
 /// Sends a copy of `bucket`, which is kept: the attempt may be lost.
@@ -194,6 +201,8 @@ pub struct Sink<'a> {
     /// Per slot: pushed in this micro-batch.
     pushed: Vec<bool>,
     buckets: Vec<Tensor>,
+    /// Per slot: its values are in the buckets.
+    placed: Vec<bool>,
     /// Per bucket: elements that have not arrived.
     missing: Vec<usize>,
     works: Vec<ManagedWork>,
@@ -206,6 +215,7 @@ impl<'a> Sink<'a> {
         spare: &'a mut Spare,
         participation: Option<Participation>,
         micro_batches: u32,
+        earlier: Vec<Tensor>,
     ) -> Self {
         Self {
             replica,
@@ -216,11 +226,8 @@ impl<'a> Sink<'a> {
             micro_batch: 0,
             sums: plan.slots.iter().map(|_| None).collect(),
             pushed: vec![false; plan.slots.len()],
-            buckets: plan
-                .buckets
-                .iter()
-                .map(|b| Tensor::zeros(b.dtype, b.count))
-                .collect(),
+            buckets: memory(&plan.buckets, earlier),
+            placed: vec![false; plan.slots.len()],
             missing: plan.buckets.iter().map(|b| b.count).collect(),
             works: Vec::with_capacity(plan.buckets.len()),
         }
@@ -353,6 +360,9 @@ impl<'a> Sink<'a> {
     }
 
     fn place<T: Element>(&mut self, slot: usize, values: &[T]) -> Result<()> {
+        if let Some(placed) = self.placed.get_mut(slot) {
+            *placed = true;
+        }
         for p in self.plan.pieces.get(slot).into_iter().flatten() {
             let (Some(bucket), Some(missing)) =
                 (self.buckets.get_mut(p.bucket), self.missing.get_mut(p.bucket))
@@ -366,6 +376,21 @@ impl<'a> Sink<'a> {
             }
         }
         Ok(())
+    }
+
+    /// What was not pushed is zero, whatever an earlier step left there.
+    fn place_zeros(&mut self) {
+        let slots = self.plan.slots.iter().zip(&self.plan.pieces);
+        for ((slot, pieces), _) in slots.zip(&self.placed).filter(|(_, placed)| !**placed) {
+            let size = slot.dtype.size();
+            for p in pieces {
+                let bucket = self.buckets.get_mut(p.bucket);
+                let bytes = bucket.and_then(|b| b.bytes_mut().get_mut(p.at * size..(p.at + p.len) * size));
+                if let Some(bytes) = bytes {
+                    bytes.fill(0);
+                }
+            }
+        }
     }
 
     /// Sends what is full, up to the first bucket that is not.
@@ -388,6 +413,7 @@ impl<'a> Sink<'a> {
             // Pushed in an earlier micro-batch, but not in the last one.
             self.place_mean(slot)?;
         }
+        self.place_zeros();
         if !self.counts() {
             return Ok((None, self.buckets));
         }

@@ -157,6 +157,10 @@ pub struct Ddp<R> {
     config: DdpConfig,
     plan: BucketPlan,
     spare: Spare,
+    /// Memory of the step before: its buckets,
+    buckets: Vec<Tensor>,
+    /// and the averages that it applied.
+    averages: Vec<Tensor>,
     feedback: Feedback,
     steps: Steps<Vec<Tensor>>,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
@@ -179,6 +183,8 @@ impl<R: Replica> Ddp<R> {
             config,
             plan,
             spare: Spare::default(),
+            buckets: Vec::new(),
+            averages: Vec::new(),
             feedback: Feedback::default(),
             on_reduce: None,
         })
@@ -279,7 +285,8 @@ impl<R: Replica> Ddp<R> {
                 .into_iter()
                 .map(|t| t.into_vec::<f32>().map_err(Error::from))
                 .collect::<Result<Vec<_>>>()?;
-            apply(state, &averages)
+            apply(state, &averages)?;
+            Ok(averages.into_iter().map(Tensor::from_vec).collect())
         })
     }
 
@@ -316,9 +323,12 @@ impl<R: Replica> Ddp<R> {
         &mut self,
         state: &mut S,
         compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
-        apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
+        apply: impl FnOnce(&mut S, &[Tensor]) -> Result<()>,
     ) -> Result<StepReport> {
-        self.run(state, Run::Buckets, compute, apply)
+        self.run(state, Run::Buckets, compute, |state, averages| {
+            apply(state, &averages)?;
+            Ok(averages)
+        })
     }
 
     /// True once the configured number of steps is done; only `finish` is left to call.
@@ -351,7 +361,7 @@ impl<R: Replica> Ddp<R> {
             return self.steps.check();
         }
         if self.steps.closing_is_due(self.current_step()) {
-            self.run(state, Run::Closing, |_, _, _| Ok(()), |_, _| Ok(()))?;
+            self.run(state, Run::Closing, |_, _, _| Ok(()), |_, averages| Ok(averages))?;
         }
         self.steps.close()?;
         self.replica.leave(deadline_in(Duration::from_secs(5)))?;
@@ -359,12 +369,13 @@ impl<R: Replica> Ddp<R> {
         Ok(())
     }
 
+    /// `apply` gives its tensors back, for the next step.
     fn run<S: State>(
         &mut self,
         state: &mut S,
         kind: Run,
         mut compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
-        apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
+        apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<Vec<Tensor>>,
     ) -> Result<StepReport> {
         self.steps.begin(kind == Run::Closing)?;
         let deadline = deadline_in(self.config.step_timeout);
@@ -438,12 +449,14 @@ impl<R: Replica> Ddp<R> {
                 // The step has advanced: what goes wrong from here on leaves a state that is of no step.
                 let applied = averages.ok_or_else(reduction_missing).and_then(|(averages, n)| {
                     if !closing {
-                        let gradients = self.plan.unpack(&averages)?;
+                        let room = std::mem::take(&mut self.averages);
+                        let gradients = self.plan.unpack(&averages, room)?;
                         self.spare.keep(averages);
-                        apply(state, gradients)?;
+                        self.averages = apply(state, gradients)?;
                     }
                     Ok(n)
                 });
+                self.buckets = self.steps.take_kept().unwrap_or_default();
                 let contributors = self.steps.applied(applied)?;
                 return Ok(StepReport {
                     step: participation.step,
@@ -482,7 +495,8 @@ impl<R: Replica> Ddp<R> {
         compute: &mut impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
     ) -> Result<(Option<Vec<ManagedWork>>, Vec<Tensor>)> {
         let n = self.config.micro_batches;
-        let mut sink = Sink::new(&mut self.replica, &self.plan, &mut self.spare, participation, n);
+        let (plan, room) = (&self.plan, std::mem::take(&mut self.buckets));
+        let mut sink = Sink::new(&mut self.replica, plan, &mut self.spare, participation, n, room);
         for micro_batch in 0..n {
             if micro_batch > 0 {
                 sink.next_micro_batch();

@@ -122,8 +122,8 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
         },
         |_, a| {
             averages = a
-                .into_iter()
-                .map(|t| t.into_vec::<f32>().map_err(Error::from))
+                .iter()
+                .map(|t| t.as_slice::<f32>().map(<[f32]>::to_vec))
                 .collect::<Result<Vec<_>>>()?;
             Ok(())
         },
@@ -171,7 +171,7 @@ fn several_dtypes_micro_batches_and_unused_parameters_go_together() {
             Ok(())
         },
         |_, a| {
-            averages = a;
+            averages = copies(a);
             Ok(())
         },
     )
@@ -195,13 +195,41 @@ fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
                 sink.push(0, &[1.0f32, 2.0, 3.0, 4.0])
             },
             |_, a| {
-                averages = a;
+                averages = copies(a);
                 Ok(())
             },
         )
         .unwrap();
     assert_eq!((computed, report.failed_attempts), (1, 2));
     assert_eq!(averages[0].as_slice::<f32>().unwrap(), [2.0, 4.0, 6.0, 8.0]);
+}
+
+fn copies(tensors: &[Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(|t| t.duplicate().unwrap()).collect()
+}
+
+#[test]
+fn a_gradient_that_is_not_pushed_is_zero_whatever_the_step_before_left_in_its_bucket() {
+    let (mut d, _) = ddp(&[Slot::f32(2), Slot::f32(3)], (4, 4), 1, &[]);
+    for pushed in [[true, true], [true, false], [false, true], [true, true]] {
+        d.step_with(
+            &mut Nothing,
+            |_, _, sink| {
+                for slot in [1, 0].into_iter().filter(|&slot| pushed[slot]) {
+                    sink.push(slot, &[1.0f32; 3][..slot + 2])?;
+                }
+                Ok(())
+            },
+            |_, averages| {
+                for (slot, average) in averages.iter().enumerate() {
+                    let expected = [0.0, 2.0][usize::from(pushed[slot])];
+                    assert_eq!(average.as_slice::<f32>().unwrap(), vec![expected; slot + 2]);
+                }
+                Ok(())
+            },
+        )
+        .unwrap();
+    }
 }
 
 #[test]
@@ -270,7 +298,7 @@ fn micro_batches_leave_with_the_last_one_and_are_averaged_in_f32() {
             sink.push(0, &[bf16::from_f32(part)])
         },
         |_, a| {
-            averages = a;
+            averages = copies(a);
             Ok(())
         },
     )

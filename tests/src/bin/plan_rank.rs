@@ -91,7 +91,7 @@ fn data_parallel(run: &Run, overlap: bool) -> Result<(u64, Duration)> {
             }
             Ok(())
         };
-        ddp.step_with(&mut params, compute, |_: &mut SliceParameters, _: Vec<Tensor>| {
+        ddp.step_with(&mut params, compute, |_: &mut SliceParameters, _: &[Tensor]| {
             Ok(())
         })?;
     }

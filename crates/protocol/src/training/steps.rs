@@ -141,6 +141,11 @@ impl<G> Steps<G> {
         self.kept.as_ref().map(|(_, gradients)| gradients)
     }
 
+    /// What was kept for the step, which has committed.
+    pub fn take_kept(&mut self) -> Option<G> {
+        self.kept.take().map(|(_, gradients)| gradients)
+    }
+
     /// Another state was written over this one, or a part of it. Errors: `InvalidState` if a part: a spare does not ask again with that.
     pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {
         self.kept = None;
