@@ -80,6 +80,13 @@ fn train(
     times.split_off(3)
 }
 
+fn thread<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+    std::thread::Builder::new()
+        .name("ox-replica".into())
+        .spawn(body)
+        .unwrap()
+}
+
 fn main() {
     let mut numbers = std::env::args().skip(1).map(|a| a.parse::<u64>().unwrap());
     let mut next = |or| numbers.next().unwrap_or(or);
@@ -97,7 +104,7 @@ fn main() {
     let replicas: Vec<JoinHandle<_>> = (0..REPLICAS)
         .map(|r| {
             let lighthouse = lighthouse.address();
-            std::thread::spawn(move || train(format!("r{r}"), lighthouse, layer, compute, steps))
+            thread(move || train(format!("r{r}"), lighthouse, layer, compute, steps))
         })
         .collect();
     println!("{millions} million parameters in {LAYERS} layers, {compute:?} of computing, {steps} steps");

@@ -54,6 +54,13 @@ fn train(
     (rounds, diloco.global_hash().unwrap())
 }
 
+fn thread<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+    std::thread::Builder::new()
+        .name("ox-replica".into())
+        .spawn(body)
+        .unwrap()
+}
+
 fn main() {
     let mut numbers = std::env::args().skip(1).map(|a| a.parse::<u64>().unwrap());
     let mut next = |or| numbers.next().unwrap_or(or);
@@ -82,7 +89,7 @@ fn main() {
     let replicas: Vec<JoinHandle<_>> = (0..REPLICAS)
         .map(|r| {
             let (lighthouse, config) = (lighthouse.address(), config.clone());
-            std::thread::spawn(move || train(format!("r{r}"), lighthouse, layer, step, config))
+            thread(move || train(format!("r{r}"), lighthouse, layer, step, config))
         })
         .collect();
     let ended: Vec<_> = replicas.into_iter().map(|r| r.join().unwrap()).collect();

@@ -69,7 +69,7 @@ impl ErrorKind {
             Self::Mismatch => "call the same collective with the same dtype, count and root on every rank",
             Self::Aborted | Self::Poisoned => "configure the group again",
             Self::NotFound => "check the name",
-            Self::Conflict => "choose another name or address, or replace explicitly",
+            Self::Conflict => "choose another name or address",
             Self::Unavailable => "check that the service runs and is reachable, then try again",
             Self::Io => "see the operating system's error",
             Self::Corrupt => "fetch the state again from another source",
