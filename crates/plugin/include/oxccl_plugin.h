@@ -447,15 +447,17 @@ struct oxccl_capabilities {
     uint64_t size;
     /* Bit n: the oxccl_op n is served. */
     uint32_t ops;
-    /* Bit n: the oxccl_dtype n can be moved. */
+    /* Bit n: the oxccl_dtype n can be moved, by every operation of ops that does not reduce. */
     uint32_t moves;
     /* Bit n: the oxccl_feature n is offered. */
     uint32_t features;
-    /* The number of reduces. */
+    /* The number of reduces, which oxccl_reduce counts; reductions beyond it are not offered. */
     uint32_t reduce_count;
     /* One set of element types (as moves) per oxccl_reduce. */
     const uint32_t *reduces;
-    /* The names of the options that are honoured, hint:NAME for hints. */
+    /* The names of the options that are honoured, hint:NAME for hints; variable:REST for an environment
+     * variable OXCCL_<BACKEND>_REST that the plugin reads by itself, or the host refuses it as a misspelt
+     * option. */
     const oxccl_str *options;
     /* The number of options. */
     uint64_t option_count;
@@ -674,7 +676,8 @@ struct oxccl_outcome {
     int32_t status;
     /* Receives: who sent, or OXCCL_NONE. */
     uint32_t source;
-    /* Reductions: how many ranks contributed; 0 if not known. */
+    /* Reductions: how many ranks contributed, the world size at most; 0 if not known, as without
+     * CONTRIBUTORS. */
     uint32_t contributors;
     /* Zero. */
     uint32_t reserved;
@@ -740,12 +743,15 @@ struct oxccl_group {
     void (*capabilities)(void *ctx, void *reply_ctx, void (*reply)(void *reply_ctx, const oxccl_capabilities *capabilities));
     /* Connects the ranks at a new epoch, ending whatever an earlier one left over. */
     int32_t (*configure)(void *ctx, const oxccl_configuration *configuration, oxccl_fault *fault);
-    /* Starts an operation. 0: it is accepted and will complete; else it is refused and nothing was touched. */
+    /* Starts an operation. 0: it is accepted and will complete; else it is refused and nothing was touched.
+     * It may carry the operation out within the call: the caller's thread waits then, and nothing can be
+     * aborted meanwhile. */
     int32_t (*submit)(void *ctx, const oxccl_operation *operation, const oxccl_completion *completion, oxccl_work_handle *work, oxccl_fault *fault);
     /* A collective call: a group of the ranks with the same colour, ordered by (key, rank). has_color 0: none
      * for this rank, made becomes 0. May be null: groups cannot be split. */
     int32_t (*split)(void *ctx, uint32_t has_color, uint32_t color, uint32_t key, int64_t timeout_ms, oxccl_group *group, uint32_t *made, oxccl_fault *fault);
-    /* Ends all pending operations and poisons the group. */
+    /* Ends all pending operations and poisons the group. Without ABORT it may do nothing, if each operation
+     * ends at its time-out. */
     void (*abort)(void *ctx, oxccl_str reason);
     /* The first failure since configure: 1 and the fault, or 0. May be null: the host knows only what
      * operations say. */

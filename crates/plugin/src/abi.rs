@@ -174,15 +174,16 @@ c_structs! {
         size: u64,
         /// Bit n: the `oxccl_op` n is served.
         ops: u32,
-        /// Bit n: the `oxccl_dtype` n can be moved.
+        /// Bit n: the `oxccl_dtype` n can be moved, by every operation of `ops` that does not reduce.
         moves: u32,
         /// Bit n: the `oxccl_feature` n is offered.
         features: u32,
-        /// The number of `reduces`.
+        /// The number of `reduces`, which `oxccl_reduce` counts; reductions beyond it are not offered.
         reduce_count: u32,
         /// One set of element types (as `moves`) per `oxccl_reduce`.
         reduces: *const u32,
-        /// The names of the options that are honoured, `hint:NAME` for hints.
+        /// The names of the options that are honoured, `hint:NAME` for hints; `variable:REST` for an environment variable
+        /// `OXCCL_<BACKEND>_REST` that the plugin reads by itself, or the host refuses it as a misspelt option.
         options: *const Str,
         /// The number of `options`.
         option_count: u64,
@@ -390,7 +391,7 @@ c_structs! {
         status: i32,
         /// Receives: who sent, or `OXCCL_NONE`.
         source: u32,
-        /// Reductions: how many ranks contributed; 0 if not known.
+        /// Reductions: how many ranks contributed, the world size at most; 0 if not known, as without CONTRIBUTORS.
         contributors: u32,
         /// Zero.
         reserved: u32,
@@ -450,12 +451,13 @@ c_structs! {
         capabilities: Option<unsafe extern "C" fn(ctx: *mut c_void, reply_ctx: *mut c_void, reply: Option<unsafe extern "C" fn(reply_ctx: *mut c_void, capabilities: *const Capabilities)>)>,
         /// Connects the ranks at a new epoch, ending whatever an earlier one left over.
         configure: Option<unsafe extern "C" fn(ctx: *mut c_void, configuration: *const Configuration, fault: *mut Fault) -> i32>,
-        /// Starts an operation. 0: it is accepted and will complete; else it is refused and nothing was touched.
+        /// Starts an operation. 0: it is accepted and will complete; else it is refused and nothing was touched. It may carry the
+        /// operation out within the call: the caller's thread waits then, and nothing can be aborted meanwhile.
         submit: Option<unsafe extern "C" fn(ctx: *mut c_void, operation: *const Operation, completion: *const Completion, work: *mut WorkHandle, fault: *mut Fault) -> i32>,
         /// A collective call: a group of the ranks with the same colour, ordered by (key, rank). `has_color` 0: none for this
         /// rank, `made` becomes 0. May be null: groups cannot be split.
         split: Option<unsafe extern "C" fn(ctx: *mut c_void, has_color: u32, color: u32, key: u32, timeout_ms: i64, group: *mut Group, made: *mut u32, fault: *mut Fault) -> i32>,
-        /// Ends all pending operations and poisons the group.
+        /// Ends all pending operations and poisons the group. Without ABORT it may do nothing, if each operation ends at its time-out.
         abort: Option<unsafe extern "C" fn(ctx: *mut c_void, reason: Str)>,
         /// The first failure since `configure`: 1 and the fault, or 0. May be null: the host knows only what operations say.
         error: Option<unsafe extern "C" fn(ctx: *mut c_void, fault: *mut Fault) -> i32>,

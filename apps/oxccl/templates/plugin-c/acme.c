@@ -1,6 +1,7 @@
 /* Backend acme: all-reduce of f32 sums on the CPU, through the rendezvous store. Slow and complete: put your library in its place.
  *
  * oxccl_plugin.h says what each function has to do. `make test` holds the plugin to it. */
+#define _GNU_SOURCE
 #include "oxccl_plugin.h"
 
 #include <pthread.h>

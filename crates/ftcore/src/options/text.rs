@@ -192,15 +192,20 @@ pub(super) fn refusal(backend: &str, honoured: &[&str], unknown: &[String]) -> E
         .iter()
         .copied()
         .filter(|name| !name.starts_with(VARIABLE));
-    let known: Vec<&str> = options.collect();
+    let mut known: Vec<&str> = options.collect();
+    if known.is_empty() {
+        known.push("none");
+    }
+    let prefix = variable_prefix(backend);
+    let read = honoured.iter().filter_map(|name| name.strip_prefix(VARIABLE));
+    let read: Vec<String> = read.map(|rest| format!("{prefix}{rest}")).collect();
+    let read = match read.is_empty() {
+        true => String::new(),
+        false => format!(", and it reads {}", read.join(", ")),
+    };
+    let (unknown, known) = (unknown.join(", "), known.join(", "));
     Error::invalid(format!(
-        "backend '{backend}' does not honour {}; it honours: {}. Remove them or set `lenient`",
-        unknown.join(", "),
-        if known.is_empty() {
-            "none".to_string()
-        } else {
-            known.join(", ")
-        }
+        "backend '{backend}' does not honour {unknown}; it honours: {known}{read}. Remove them or set `lenient`"
     ))
 }
 
@@ -454,7 +459,10 @@ mod tests {
                 ),
                 "{text}"
             );
-            assert!(!text.contains("variable:"), "{text}");
+            assert!(
+                !text.contains("variable:") && text.contains("it reads OXCCL_NCCL_PATH."),
+                "{text}"
+            );
         }
         // Those of other backends and those that the backend reads by itself are none of its options.
         resolved(
