@@ -530,7 +530,7 @@ pub(crate) const ROWS: &[Row] = &[
         Run::Apart {
             manifest: "crates/adapters/burn/Cargo.toml",
         },
-        minutes(10),
+        minutes(20),
     )),
     long(row(
         "measurements",
@@ -538,7 +538,7 @@ pub(crate) const ROWS: &[Row] = &[
         "each program that the documents measure with, once and small",
         loopback,
         suite("measurements-conformance", ""),
-        minutes(15),
+        minutes(30),
     )),
     // Measures how fast links carry and survivors hear.
     alone(row(
