@@ -153,7 +153,7 @@ impl Greeting {
             Err(e) if is_late(&e) => {
                 let error = late(match self.is_connecting {
                     true => "no answer to the connection attempt",
-                    false => "what listens there gave no answer; is the port another program's?",
+                    false => "no answer to the greeting; is the port another program's?",
                 });
                 let greeting = (self.since.elapsed() < ATTEMPT).then(|| Box::new(self));
                 Err(Missed { error, greeting })
