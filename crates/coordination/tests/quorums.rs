@@ -249,10 +249,17 @@ fn a_member_whose_answer_went_down_with_the_lighthouse_is_not_waited_for_in_the_
     line.thaw();
     let lost = asks.join().unwrap().unwrap_err();
     assert!(lost.is_retryable(), "{lost}");
-    // b asks again; a is in the step, which ends.
+    // b asks again, as often as its connections break; a is in the step, which ends.
     let again = {
         let (client, request) = (b.client.clone(), b.request(1));
-        std::thread::spawn(move || client.quorum(&request, soon()))
+        std::thread::spawn(move || {
+            loop {
+                match client.quorum(&request, soon()) {
+                    Err(e) if e.is_retryable() => std::thread::park_timeout(Duration::from_millis(20)),
+                    other => return other,
+                }
+            }
+        })
     };
     let (reason, departed) = a.abort_of(epoch);
     assert!(reason.contains("b:1 asks again"), "{reason}");

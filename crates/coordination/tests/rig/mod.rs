@@ -235,13 +235,19 @@ impl Proxy {
                 ] {
                     let (frozen, loses) = (frozen_there.clone(), loses_there.clone());
                     std::thread::spawn(move || {
-                        let mut bytes = [0; 4096];
+                        let (mut bytes, mut has_lost) = ([0; 4096], false);
                         while let Ok(n @ 1..) = from.read(&mut bytes) {
                             if is_call && loses.swap(false, Ordering::SeqCst) {
                                 let _ = from.shutdown(Shutdown::Both);
                                 break;
                             }
-                            if !frozen.load(Ordering::SeqCst) && to.write_all(&bytes[..n]).is_err() {
+                            if frozen.load(Ordering::SeqCst) {
+                                has_lost = true;
+                                continue;
+                            }
+                            // What follows a gap would be taken for something else: it may be of a connection that was made while all was cut.
+                            if has_lost || to.write_all(&bytes[..n]).is_err() {
+                                let _ = from.shutdown(Shutdown::Both);
                                 break;
                             }
                         }
