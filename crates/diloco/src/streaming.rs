@@ -32,7 +32,7 @@ use crate::params::ParametersHash;
 use crate::state::{Fragment, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters};
 
-use reduced::{Reduced, Room, Stepping};
+use reduced::{Reduced, Scratch, Stepping};
 
 mod outer;
 mod reduced;
@@ -104,7 +104,7 @@ pub struct Diloco<R, P> {
     /// The reductions in flight: their outer step is made beside the inner steps, or where the round ends.
     stepping: Stepping,
     spare: Spare,
-    room: Room,
+    scratch: Scratch,
     /// This replica's part in the round in flight.
     participation: Option<Participation>,
     /// Rounds that were committed in a call that ended with an error afterwards, or in this one.
@@ -172,7 +172,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             rounds,
             stepping: Stepping::default(),
             spare: Spare::default(),
-            room: Room::default(),
+            scratch: Scratch::default(),
             participation: None,
             reports: Vec::new(),
             healed: None,
@@ -488,7 +488,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         }
         let overlaps = self.config.delay > 0 || self.config.eager;
         self.stepping = match self.fragments.get(fragment).filter(|_| overlaps) {
-            Some(state) => Stepping::beside(works, values.len(), state, &mut self.room)?,
+            Some(state) => Stepping::beside(works, values.len(), state, &mut self.scratch)?,
             None => Stepping::Later(works),
         };
         if let Some(f) = &mut self.on_reduce {
@@ -538,7 +538,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             )),
         };
         let gradient = self.rounds.take_kept();
-        self.room.keep(gradient.into_iter());
+        self.scratch.keep(gradient.into_iter());
         let contributors = self.rounds.applied(applied)?;
         let report = self.report(&participation, contributors);
         self.reports.push(report);
@@ -561,7 +561,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// What came of the round's reductions, or `None` if any failed.
     fn collect(&mut self) -> Option<Reduced> {
         let expected = self.rounds.kept().map_or(0, Vec::len);
-        match std::mem::take(&mut self.stepping).end(expected, &mut self.room) {
+        match std::mem::take(&mut self.stepping).end(expected, &mut self.scratch) {
             Ok(mut reduced) => {
                 self.spare.keep(std::mem::take(&mut reduced.buckets));
                 Some(reduced)

@@ -12,7 +12,7 @@ use crate::{Diloco, Parameters};
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// `global − local` over the members of `fragment`, flat; with eager updates `base − local`.
     pub(super) fn outer_gradient(&mut self, fragment: usize) -> Result<Vec<f32>> {
-        let mut flat = self.room.flat();
+        let mut flat = self.scratch.flat();
         if let Some(state) = self.fragments.get(fragment) {
             flat.reserve(state.global.counts().sum());
             let from = state.base.as_ref().unwrap_or(&state.global);
@@ -100,8 +100,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 mix_in(i, tensor.as_slice()?)?;
                 stale.global.extend(global.replace(slot, tensor)?);
             }
-            self.room.keep_stale(stale);
-            self.room.keep([mean].into_iter());
+            self.scratch.keep_stale(stale);
+            self.scratch.keep([mean].into_iter());
             return Ok(());
         }
         let optimizer = own(optimizer)?;
@@ -115,7 +115,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 mix_in(i, global)
             })?;
         }
-        self.room.keep([mean].into_iter());
+        self.scratch.keep([mean].into_iter());
         Ok(())
     }
 }

@@ -49,12 +49,12 @@ pub(super) struct Stepped {
 
 /// Memory that is kept from round to round, as new pages cost more than the arithmetic on them.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct Scratch {
     flat: Vec<Vec<f32>>,
     stale: Option<Stepped>,
 }
 
-impl Room {
+impl Scratch {
     /// An empty vector.
     pub(super) fn flat(&mut self) -> Vec<f32> {
         let mut flat = self.flat.pop().unwrap_or_default();
@@ -82,13 +82,13 @@ impl Stepping {
         works: Vec<ManagedWork>,
         expected: usize,
         fragment: &Fragment,
-        room: &mut Room,
+        scratch: &mut Scratch,
     ) -> Result<Self> {
         if !fragment.global.device().is_cpu() {
-            // The copies would need as much room again on the device.
+            // The copies would need as much memory again on the device.
             return Ok(Self::Later(works));
         }
-        let (flat, stale) = (room.flat(), room.stale.take());
+        let (flat, stale) = (scratch.flat(), scratch.stale.take());
         let (global, optimizer) = (fragment.global.clone(), fragment.optimizer.clone());
         let make = move || {
             let mut reduced = reduced(&works, expected, flat)?;
@@ -102,9 +102,9 @@ impl Stepping {
     }
 
     /// Waits for the reductions. Errors: the first that failed.
-    pub(super) fn end(self, expected: usize, room: &mut Room) -> Result<Reduced> {
+    pub(super) fn end(self, expected: usize, scratch: &mut Scratch) -> Result<Reduced> {
         match self {
-            Self::Later(works) => reduced(&works, expected, room.flat()),
+            Self::Later(works) => reduced(&works, expected, scratch.flat()),
             Self::Beside(thread) => {
                 let ended = thread.join();
                 ended.unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "an outer step panicked")))
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn an_outer_step_beside_its_caller_changes_nothing_before_the_vote_and_needs_no_new_memory() {
-        let (mut fragment, mut room) = (fragment(), Room::default());
+        let (mut fragment, mut scratch) = (fragment(), Scratch::default());
         let mut by_hand = (
             Sgd::new(0.5, 0.5, true),
             vec![vec![1.0, 2.0], vec![3.0, 4.0, 5.0]],
@@ -246,9 +246,9 @@ mod tests {
                 all_of(&global, &*f.optimizer)
             };
             let untouched = before(&fragment);
-            let stepping = Stepping::beside(works(), MEAN.len(), &fragment, &mut room).unwrap();
+            let stepping = Stepping::beside(works(), MEAN.len(), &fragment, &mut scratch).unwrap();
             assert!(matches!(stepping, Stepping::Beside(_)));
-            let mut reduced = stepping.end(MEAN.len(), &mut room).unwrap();
+            let mut reduced = stepping.end(MEAN.len(), &mut scratch).unwrap();
             assert_eq!(before(&fragment), untouched);
             assert_eq!(
                 (reduced.contributors, reduced.mean.as_slice()),
@@ -271,8 +271,8 @@ mod tests {
                     .global
                     .extend(fragment.global.replace(slot, tensor).unwrap());
             }
-            room.keep_stale(stale);
-            room.keep([reduced.mean].into_iter());
+            scratch.keep_stale(stale);
+            scratch.keep([reduced.mean].into_iter());
         }
         assert_eq!(
             (places[0], places[1]),
@@ -284,13 +284,13 @@ mod tests {
     #[test]
     fn a_reduction_that_failed_and_one_that_is_too_short_are_errors() {
         for beside in [true, false] {
-            let (fragment, mut room) = (fragment(), Room::default());
+            let (fragment, mut scratch) = (fragment(), Scratch::default());
             let mut end = |works: Vec<ManagedWork>| {
                 let stepping = match beside {
-                    true => Stepping::beside(works, MEAN.len(), &fragment, &mut room).unwrap(),
+                    true => Stepping::beside(works, MEAN.len(), &fragment, &mut scratch).unwrap(),
                     false => Stepping::Later(works),
                 };
-                let ended = stepping.end(MEAN.len(), &mut room);
+                let ended = stepping.end(MEAN.len(), &mut scratch);
                 ended.map(|reduced| reduced.mean).unwrap_err()
             };
             let mut failed = works();
