@@ -416,8 +416,7 @@ impl Driver for XcclDriver {
         leave_at_exit(told);
         let failure = failure.clone();
         let tell = move || {
-            channel.tell(&failure);
-            ended.clean();
+            channel.tell(&failure, || ended.clean());
             drop(telling);
         };
         if let Err(error) = spawn("ox-xccl-tell", tell) {

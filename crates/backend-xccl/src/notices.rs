@@ -12,8 +12,10 @@ use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
 
 /// How long one look for a notice lasts: what a rank's own failure may take until it is told from another thread.
 const LOOK: Duration = Duration::from_millis(200);
-/// A store that does not answer by then is not told.
+/// What a group's end waits for a store that does not answer.
 const TELLING: Duration = Duration::from_millis(500);
+/// It is told for this much longer beside: a rank that does not hear of a failure waits until its own deadline.
+const TELLING_ON: Duration = Duration::from_secs(10);
 /// Beyond the deadline of a monitored barrier, for rank 0's verdict.
 const GRACE: Duration = Duration::from_secs(2);
 /// Longer texts are cut: they come from another process.
@@ -52,15 +54,19 @@ impl Channel {
         format!("{}/{name}", self.prefix)
     }
 
-    /// Tells the others why this rank failed, unless another rank told already. Waits for the store only briefly.
-    pub(crate) fn tell(&self, error: &Error) {
+    /// Tells the others why this rank failed, unless another rank told already. Calls `told` after that, or when the store has not answered for
+    /// a moment; then the store is asked on.
+    pub(crate) fn tell(&self, error: &Error, told: impl FnOnce()) {
         let text: String = error.to_string().chars().take(LONGEST / 4).collect();
         let value = format!("{}\n{}\n{text}", kind_name(error.kind()), self.rank);
-        let told = self
-            .store
-            .compare_set(&self.key("notices"), b"", value.as_bytes(), deadline_in(TELLING));
-        if let Err(e) = told {
-            tracing::debug!(error = %e, "the other ranks could not be told of a failure");
+        let tell = |limit| {
+            self.store
+                .compare_set(&self.key("notices"), b"", value.as_bytes(), deadline_in(limit))
+        };
+        let first = tell(TELLING);
+        told();
+        if let Err(error) = first.or_else(|_| tell(TELLING_ON)) {
+            tracing::warn!(rank = self.rank, %error, "the other ranks could not be told of a failure");
         }
     }
 
@@ -220,8 +226,8 @@ mod tests {
     fn the_first_failure_is_heard_by_all_with_kind_and_origin() {
         let all = channels(3);
         assert!(all[0].notice().is_none());
-        all[2].tell(&Error::timeout("no peer came"));
-        all[1].tell(&Error::new(ErrorKind::Aborted, "later"));
+        all[2].tell(&Error::timeout("no peer came"), || ());
+        all[1].tell(&Error::new(ErrorKind::Aborted, "later"), || ());
         for channel in &all {
             let e = channel.notice().unwrap();
             assert_eq!((e.kind(), e.context().peer), (ErrorKind::Timeout, Some(2)));

@@ -66,6 +66,13 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             &abort,
             dropped_group,
         ));
+        let split = [abort[0], abort[1], Needs::Feature(Feature::Split)];
+        all.push(Case::new(
+            "lifetime::a_part_is_watched_after_its_parent_was_dropped",
+            world,
+            &split,
+            dropped_part,
+        ));
     }
     all
 }
@@ -275,6 +282,20 @@ fn traffic(rank: &Rank) -> Outcome {
 
 fn dropped_group(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    drop_with_a_receive(rank, group)
+}
+
+/// The group that it was split from is gone on every rank by then.
+fn dropped_part(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let part = group.split(Some(0), rank.rank, rank.soon())?;
+    let part = part.ok_or_else(|| Failure::new("no part for a rank with a colour"))?;
+    drop(group);
+    drop_with_a_receive(rank, part)
+}
+
+/// Rank 0 drops the group while a receive is pending; the others hear of it.
+fn drop_with_a_receive(rank: &Rank, group: Box<dyn ProcessGroup>) -> Outcome {
     // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank != 0 {

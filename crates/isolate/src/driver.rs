@@ -11,7 +11,7 @@ use std::sync::mpsc::{SyncSender, TryRecvError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::engine::{self, Driver, Ended, Held, Job, Label, Outcome, Place, Rules, Stage, Ticket};
+use ftcore::engine::{self, Driver, Ended, Held, Job, Label, Outcome, Place, Rules, Stage, Ticket, spawn};
 use ftcore::{Collective, Completion, Error, ErrorKind, Result, Tensor, later, time_left};
 
 use crate::link::{Claim, Link, Moved};
@@ -175,7 +175,7 @@ pub(crate) struct ChildDriver {
     name: Arc<str>,
     /// Its backend tells the other ranks of an abort.
     tells: bool,
-    /// Where the backend does not tell the other ranks.
+    /// Where the backend does not tell the other ranks; one for all groups of the child.
     notices: Option<Arc<Notices>>,
     /// The group is being dropped: the others in the child stay.
     dropped: AtomicBool,
@@ -215,6 +215,11 @@ impl ChildDriver {
     /// The child.
     pub(crate) fn link(&self) -> &Arc<Link> {
         &self.link
+    }
+
+    /// The watch over the other ranks, if there is one.
+    pub(crate) fn notices(&self) -> Option<&Arc<Notices>> {
+        self.notices.as_ref()
     }
 
     /// The group's number in it.
@@ -413,12 +418,10 @@ impl ChildDriver {
     /// Ends the child because of `failure`, or this group alone where the others in it need not end. The other ranks hear of it first.
     fn end(&self, failure: &Error, reason: &str) {
         let (link, reason) = (&self.link, reason.to_string());
-        if !self.tells {
-            match link.engine(0).filter(|_| self.number != 0) {
-                // The other ranks are told of it as the failure of the first.
-                Some(first) => first.fail(failure.clone()),
-                None => link.end(failure.clone(), None, Duration::ZERO),
-            }
+        if let Some(notices) = &self.notices {
+            notices.tell(failure);
+        } else if !self.tells {
+            link.end(failure.clone(), None, Duration::ZERO);
         } else if self.number == 0 && (link.is_alone() || !self.dropped.load(Ordering::Acquire)) {
             link.end_after(failure.clone(), Some(Order::End { reason }), TELLING, LEAVE);
         } else {
@@ -444,15 +447,21 @@ impl Driver for ChildDriver {
             let mut table = self.table();
             table.failure = Some(failure.clone());
             table.ended = Some(ended);
-            table.is_left_alive = table.failed_there && !table.is_aborted && self.notices.is_none();
+            let ends_with_it = self.notices.is_some() && self.number == 0;
+            table.is_left_alive = table.failed_there && !table.is_aborted && !ends_with_it;
             table.is_left_alive
         };
         self.link.part();
-        if let Some(notices) = &self.notices {
-            notices.tell(failure);
-        } else if is_left_alive {
+        if is_left_alive {
             // It may be configured again, unless it does not come to an end with what it has.
             self.link.bound(self.number, LEAVE, failure);
+            // The others in the child go on without this one.
+            if let Some(notices) = self.notices.clone() {
+                let left = spawn("ox-ileave", move || notices.leave());
+                left.unwrap_or_else(
+                    |error| tracing::debug!(%error, "the leave of a group that failed is not counted"),
+                );
+            }
         } else {
             self.end(failure, self.place.reason(failure));
         }

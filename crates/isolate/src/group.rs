@@ -291,7 +291,7 @@ impl IsolatedGroup {
             .transpose()?;
         let engine = self.start(Place::of(configuration), settled, notices.as_ref())?;
         if let Some(notices) = notices {
-            let watched = notices.watch(configuration, &engine);
+            let watched = notices.watch(configuration);
             watched.inspect_err(|_| engine.abort("it cannot watch the other ranks"))?;
         }
         Ok(engine)
@@ -523,11 +523,14 @@ impl ProcessGroup for IsolatedGroup {
             deadline,
             ..parent
         };
+        let notices = engine.driver().notices();
+        notices.into_iter().for_each(|notices| notices.join());
         let part = Self::of(self.core.clone(), claim, true);
         // It is connected.
         part.lock().is_new = false;
-        part.lifecycle
-            .configure(configuration, |c| part.start(Place::of(c), settled, None))?;
+        let started =
+            (part.lifecycle).configure(configuration, |c| part.start(Place::of(c), settled, notices));
+        started.inspect_err(|_| notices.into_iter().for_each(|notices| notices.leave()))?;
         Ok(Some(Box::new(part)))
     }
 

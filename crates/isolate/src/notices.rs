@@ -3,14 +3,15 @@
 //! A library without abort leaves the survivors of a death hanging. So each rank of such a group publishes its child's process and
 //! its own in the configuration's store and watches the others': on the same host by pidfd, which is evidence at once; for reasons (an
 //! abort, a time-out) and for other hosts by a failure notice in the store, where the first one counts. A rank that lives says why its
-//! child has ended; for a whole rank that is gone none will. A rank that learns of a failure ends its own child.
+//! child has ended; for a whole rank that is gone none will. A rank that learns of a failure ends its own child. The watch is one for all groups
+//! of the child, and is over when the last of them has left.
 //!
 //! What a child reports of a lost rank is only suspected: such a library sees no more than that the other end of a connection is gone, while the rank
 //! that aborted has said why in the store, and ended its child after that. So the report is held back until the store was asked, which is certain
 //! to find what was said. Then the loss counts as what the notice says, or as it is.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::spawn;
@@ -20,7 +21,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::driver::{AHEAD, Engine, LEAVE, TELLING};
+use crate::driver::{AHEAD, LEAVE, TELLING};
 use crate::link::Link;
 use crate::store::{decode, encode};
 use crate::wire::frames::Report;
@@ -42,24 +43,26 @@ const NEEDED: Duration = Duration::from_secs(2);
 /// A store call of the watch. A store that does not answer does not end a group.
 const CALL: Duration = Duration::from_secs(2);
 
-#[derive(Default)]
 struct State {
+    /// The groups of the child that have not left.
+    groups: u32,
     /// From now on nothing that is found concerns the group: it may be in another epoch already.
     is_closed: bool,
     /// Reports of a loss that is only suspected.
     held: Vec<Report>,
     /// A thread is asking, and will [settle](Notices::settle).
     is_asking: bool,
+    /// The other ranks are watched: until then a loss is taken as it is reported.
+    is_watching: bool,
 }
 
-/// The watch over the other ranks of one configuration.
+/// The watch over the other ranks of one configuration, and of the groups that are split from it.
 pub(crate) struct Notices {
     store: Arc<dyn Store>,
     /// Before every key.
     prefix: String,
     rank: u32,
     link: Arc<Link>,
-    engine: OnceLock<Weak<Engine>>,
     state: Mutex<State>,
     waker: OwnedFd,
 }
@@ -174,16 +177,20 @@ impl Notices {
             prefix: prefix(configuration),
             rank: configuration.rank,
             link: link.clone(),
-            engine: OnceLock::new(),
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                groups: 1,
+                is_closed: false,
+                held: Vec::new(),
+                is_asking: false,
+                is_watching: false,
+            }),
             waker,
         }))
     }
 
-    /// Watches the other ranks from now on, for `engine`; all of them have published.
-    pub(crate) fn watch(self: &Arc<Self>, configuration: &Configuration, engine: &Arc<Engine>) -> Result<()> {
-        // Once: there is one engine.
-        let _ = self.engine.set(Arc::downgrade(engine));
+    /// Watches the other ranks from now on; all of them have published.
+    pub(crate) fn watch(self: &Arc<Self>, configuration: &Configuration) -> Result<()> {
+        self.lock().is_watching = true;
         let others: Vec<u32> = (0..configuration.world_size)
             .filter(|rank| *rank != self.rank)
             .collect();
@@ -218,7 +225,12 @@ impl Notices {
         was_open
     }
 
-    /// This rank's group has failed: tells the others why, unless they know, then ends the child. Never blocks.
+    /// One more group of the child begins.
+    pub(crate) fn join(&self) {
+        self.lock().groups += 1;
+    }
+
+    /// A group of this rank has failed: tells the others why, unless they know, then ends the child. Never blocks.
     pub(crate) fn tell(self: &Arc<Self>, failure: &Error) {
         if !self.close() {
             return self.end(failure);
@@ -240,9 +252,14 @@ impl Notices {
         }
     }
 
-    /// Tells the others that this rank leaves in good order.
+    /// A group leaves in good order: the others are told that this rank does if it is the last.
     pub(crate) fn leave(&self) {
-        if !self.close() {
+        let is_last = {
+            let mut state = self.lock();
+            state.groups = state.groups.saturating_sub(1);
+            state.groups == 0
+        };
+        if !is_last || !self.close() {
             return;
         }
         self.settle();
@@ -252,12 +269,9 @@ impl Notices {
         }
     }
 
-    /// Another rank has failed: so has this group, and the others in its child. Nothing if the watch is over.
+    /// Another rank has failed: so have the groups of this child. Nothing if the watch is over.
     fn failed(&self, error: Error) {
-        let engine = self.engine.get().and_then(Weak::upgrade);
-        if let Some(engine) = engine.filter(|_| self.close()) {
-            let error = engine.place().name(error);
-            engine.fail(error.clone());
+        if self.close() {
             self.end(&error);
         }
     }
@@ -326,7 +340,7 @@ impl Notices {
     pub(crate) fn hold(self: &Arc<Self>, report: Report) -> Option<Report> {
         let mut state = self.lock();
         // What fails now fails for a reason that is known.
-        let is_known = self.link.unusable().is_some() || self.engine.get().is_none();
+        let is_known = self.link.unusable().is_some() || !state.is_watching;
         if state.is_closed || is_known {
             return Some(report);
         }
