@@ -1,7 +1,8 @@
 //! The short way for what is called most: an all-reduce of one tensor, or a barrier, between ranks that share memory, run by
 //! the caller. The same frames in the same order as `execution` would write, so a rank that takes the long way notices nothing.
 //!
-//! No schedule is made and nothing is allocated. Anything out of the ordinary (premul, a rank that does not contribute, larger
+//! No schedule is made and nothing is allocated. Each frame is shown on a line of its own besides, where a rank that goes the short way, too, finds
+//! it (`transport/shm/ring`). Others are woken as late as that can be: before this rank waits, and at its end. Anything out of the ordinary (premul, a rank that does not contribute, larger
 //! worlds with more than fits at once) goes the long way.
 
 use std::time::Instant;
@@ -18,9 +19,15 @@ use crate::port::{Memory, Port, Wire, decoded};
 use crate::queue::Shared;
 use crate::schedule::{Algorithm, all_reduce_algorithm, barrier_reach, barrier_rounds, down, up};
 use crate::transfer::CHUNK;
-use crate::transport::shm::CAPACITY;
+use crate::transport::shm::{CAPACITY, SHOWN_BYTES, Shown};
 use crate::waiter::Waiter;
 use crate::wire::DataHeader;
+
+/// Two ranks swap up to so many bytes in one frame each, beyond that chunk by chunk.
+const SHORT: usize = 4096;
+/// A rank that spins looks for a frame's line so often until it looks whether the frame has come without: the line of the positions stays with its
+/// writer until then.
+const LOOKS: u32 = 32;
 
 /// Runs `op` if it can go the short way: `None` if it cannot, else the contributors.
 pub(crate) fn run(
@@ -64,7 +71,10 @@ pub(crate) fn run(
                 Algorithm::Exchange if may_swap_in_place(tensor.bytes()) => return None,
                 Algorithm::Exchange => {
                     let peer = 1 - shared.place.rank.min(1);
-                    let done = call.exchange(tensor, *op, peer);
+                    let done = match tensor.byte_len() <= SHORT && call.fits(tensor.byte_len()) {
+                        true => call.swap(tensor, *op, peer),
+                        false => call.exchange(tensor, *op, peer),
+                    };
                     done.map_err(|e| blame(call.executor, peer, e))
                 }
                 Algorithm::Direct if call.fits(tensor.byte_len()) => call.all_to_all(tensor, *op),
@@ -73,6 +83,7 @@ pub(crate) fn run(
         }
         _ => return None,
     };
+    call.ring();
     call.waiter.moved(call.executor, shared);
     Some(done)
 }
@@ -120,6 +131,11 @@ fn rings(port: &mut Port) -> Result<&mut Memory> {
     }
 }
 
+/// The contributors that a frame of the short way speaks for.
+fn speaks_for(algorithm: Algorithm) -> u32 {
+    u32::from(algorithm != Algorithm::Dissemination)
+}
+
 impl Call<'_> {
     fn header(&self, round: u32, algorithm: Algorithm, length: usize) -> [u8; DataHeader::BYTES] {
         DataHeader {
@@ -127,7 +143,7 @@ impl Call<'_> {
             seq: self.seq,
             round,
             algorithm: algorithm as u32,
-            contributors: u32::from(algorithm != Algorithm::Dissemination),
+            contributors: speaks_for(algorithm),
             length: length as u64,
             fingerprint: self.fingerprint,
             lent: false,
@@ -135,8 +151,14 @@ impl Call<'_> {
         .encode()
     }
 
+    /// Wakes those that wait for what this rank has written or taken.
+    fn ring(&mut self) {
+        self.executor.ports.iter_mut().flatten().for_each(Port::ring);
+    }
+
     /// Nothing moved: waits a little. `from` is whom this rank waits for.
     fn wait(&mut self, from: u32, sends: bool) -> Result<()> {
+        self.ring();
         let known = self.executor.ports.get(from as usize).and_then(Option::as_ref);
         let closed = known.is_some_and(Port::read_closed);
         let Some(began) = self.began else {
@@ -188,9 +210,37 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Waits for a frame of `rank` and checks its header: the number of contributors it speaks for.
-    fn expect(&mut self, rank: u32, round: usize, algorithm: Algorithm, length: usize) -> Result<u32> {
+    /// Waits for a frame of `rank`, which is to have the same header as this rank's own, and checks that: the number of contributors it speaks for, and
+    /// the payload if that is at hand already.
+    fn expect(
+        &mut self,
+        rank: u32,
+        (round, algorithm, length): (u32, Algorithm, usize),
+        own: &[u8; DataHeader::BYTES],
+    ) -> Result<(u32, Option<Shown>)> {
+        let digest = DataHeader::digest(own);
+        let spins = self.executor.spin_budget.spins();
+        let mut looks = 0_u32;
         loop {
+            let port = port_of(self.executor, rank)?;
+            let mut is_known = true;
+            if port.header.is_none() && !port.in_payload {
+                let reader = &mut rings(port)?.reader;
+                is_known = !reader.data(0, 1).is_empty();
+                if let Some(payload) = reader.shown(digest, DataHeader::BYTES + length) {
+                    reader.take(DataHeader::BYTES);
+                    port.in_payload = length > 0;
+                    self.waiter.moved(self.executor, self.shared);
+                    let payload = Some(payload).filter(|_| length <= SHOWN_BYTES);
+                    return Ok((speaks_for(algorithm), payload));
+                }
+            }
+            looks = looks.wrapping_add(1);
+            // Before a sleep everything is looked at.
+            if !is_known && spins && !self.waiter.is_slow() && !looks.is_multiple_of(LOOKS) {
+                self.wait(rank, false)?;
+                continue;
+            }
             let port = port_of(self.executor, rank)?;
             port.fill().map_err(|e| port.blame(e))?;
             let Some(header) = port.header.take() else {
@@ -200,7 +250,7 @@ impl Call<'_> {
             let expected = Expected {
                 epoch: self.shared.place.epoch,
                 seq: self.seq,
-                round,
+                round: round as usize,
                 algorithm,
                 fingerprint: self.fingerprint,
                 length: length as u64,
@@ -228,7 +278,7 @@ impl Call<'_> {
             }
             port.in_payload = length > 0;
             self.waiter.moved(self.executor, self.shared);
-            return Ok(header.contributors);
+            return Ok((header.contributors, None));
         }
     }
 
@@ -246,29 +296,51 @@ impl Call<'_> {
         }
     }
 
+    /// Sends a frame, whose payload [fits](Self::fits).
+    fn send(&mut self, rank: u32, header: &[u8; DataHeader::BYTES], payload: &[u8]) -> Result<()> {
+        let from = rings(port_of(self.executor, rank)?)?.writer.position();
+        self.put_header(rank, header)?;
+        let memory = rings(port_of(self.executor, rank)?)?;
+        memory.writer.put(payload);
+        memory.writer.pad();
+        memory.publish();
+        memory.writer.show(from, DataHeader::digest(header), payload);
+        memory.count_sent(payload.len());
+        Ok(())
+    }
+
     /// Every rank waits for every other, as `schedule::barrier`.
     fn barrier(&mut self) -> Result<()> {
         let (rank, world) = (self.shared.place.rank, self.shared.place.world);
         for round in 0..barrier_rounds(world) {
             let header = self.header(round, Algorithm::Dissemination, 0);
             for k in barrier_reach(round, world) {
-                let to = up(rank, k, world);
-                self.put_header(to, &header)?;
-                let memory = rings(port_of(self.executor, to)?)?;
-                memory.publish();
-                memory.count_sent(0);
-                memory.ring();
+                self.send(up(rank, k, world), &header, &[])?;
             }
             for k in barrier_reach(round, world) {
                 let from = down(rank, k, world);
-                self.expect(from, round as usize, Algorithm::Dissemination, 0)?;
+                self.expect(from, (round, Algorithm::Dissemination, 0), &header)?;
                 let memory = rings(port_of(self.executor, from)?)?;
                 memory.release();
                 memory.count_received(0);
-                memory.ring();
             }
         }
         Ok(())
+    }
+
+    /// Two ranks, a short tensor: a frame each.
+    fn swap(&mut self, tensor: &mut Tensor, op: ReduceOp, peer: u32) -> Result<u32> {
+        let dtype = tensor.dtype();
+        let data = tensor.bytes_mut();
+        let header = self.header(0, Algorithm::Exchange, data.len());
+        self.send(peer, &header, data)?;
+        let (theirs, payload) = self.expect(peer, (0, Algorithm::Exchange, data.len()), &header)?;
+        self.take(peer, data, payload, dtype, Some(op))?;
+        if op == ReduceOp::Avg {
+            // This rank is counted too.
+            kernels::divide(dtype, data, theirs + 1)?;
+        }
+        Ok(theirs + 1)
     }
 
     /// Two ranks, any length: chunk by chunk out of the tensor and back into it.
@@ -305,7 +377,8 @@ impl Call<'_> {
             }
             let there = memory.reader.available(DataHeader::BYTES)? >= DataHeader::BYTES;
             if theirs.is_none() && (there || port.header.is_some()) {
-                theirs = Some(self.expect(peer, 0, Algorithm::Exchange, total)?);
+                let (counted, _) = self.expect(peer, (0, Algorithm::Exchange, total), &header)?;
+                theirs = Some(counted);
                 moved = true;
             }
             let memory = rings(port_of(self.executor, peer)?)?;
@@ -367,13 +440,7 @@ impl Call<'_> {
         let data = tensor.bytes_mut();
         let header = self.header(0, Algorithm::Direct, data.len());
         for k in 1..world {
-            let memory = rings(port_of(self.executor, up(rank, k, world))?)?;
-            memory.writer.put(&header);
-            memory.writer.put(data);
-            memory.writer.pad();
-            memory.publish();
-            memory.count_sent(data.len());
-            memory.ring();
+            self.send(up(rank, k, world), &header, data)?;
         }
         let mut own = std::mem::take(&mut self.executor.scratch);
         own.clear();
@@ -388,9 +455,10 @@ impl Call<'_> {
                 }
                 continue;
             }
-            contributors += self.expect(from, 0, Algorithm::Direct, data.len())?;
+            let (counted, payload) = self.expect(from, (0, Algorithm::Direct, data.len()), &header)?;
+            contributors += counted;
             let op = Some(op).filter(|_| from != 0);
-            self.take(from, data, dtype, op)
+            self.take(from, data, payload, dtype, op)
                 .map_err(|e| blame(self.executor, from, e))?;
         }
         self.executor.scratch = own;
@@ -400,15 +468,26 @@ impl Call<'_> {
         Ok(contributors)
     }
 
-    /// The payload of `from`: into `data`, or reduced into it.
-    fn take(&mut self, from: u32, data: &mut [u8], dtype: DType, op: Option<ReduceOp>) -> Result<()> {
+    /// The payload of `from`, which is `shown` or in its ring: into `data`, or reduced into it.
+    fn take(
+        &mut self,
+        from: u32,
+        data: &mut [u8],
+        shown: Option<Shown>,
+        dtype: DType,
+        op: Option<ReduceOp>,
+    ) -> Result<()> {
         let mut done = 0;
         while done < data.len() {
             let memory = rings(port_of(self.executor, from)?)?;
-            let have = memory.reader.available(data.len() - done)?;
-            let chunk = memory
-                .reader
-                .data(0, (have - have % dtype.size()).min(data.len() - done));
+            let left = data.len() - done;
+            let chunk = match &shown {
+                Some(shown) => shown.bytes(left),
+                None => {
+                    let have = memory.reader.available(left)?;
+                    memory.reader.data(0, (have - have % dtype.size()).min(left))
+                }
+            };
             let len = chunk.len();
             let Some(into) = data.get_mut(done..done + len).filter(|i| !i.is_empty()) else {
                 self.wait(from, false)?;
@@ -427,7 +506,6 @@ impl Call<'_> {
         memory.reader.pad();
         memory.release();
         memory.count_received(data.len());
-        memory.ring();
         self.waiter.moved(self.executor, self.shared);
         Ok(())
     }

@@ -78,7 +78,7 @@ impl Memory {
 
     /// A frame with that many bytes of payload has come in.
     pub(crate) fn count_received(&self, payload: usize) {
-        self.counters.add_received(DataHeader::BYTES + payload);
+        self.counters.add_received_local(DataHeader::BYTES + payload);
     }
 }
 

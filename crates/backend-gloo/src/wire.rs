@@ -106,6 +106,16 @@ impl DataHeader {
         out
     }
 
+    /// A number that stands for an encoded header where there is no room for it: equal for equal ones, and else as good as never.
+    pub(crate) fn digest(encoded: &[u8; Self::BYTES]) -> u64 {
+        let (words, _) = encoded.as_chunks();
+        words.iter().fold(0, |sum: u64, word| {
+            (sum ^ u64::from_le_bytes(*word))
+                .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+                .rotate_left(29)
+        })
+    }
+
     /// `None` if the magic is wrong.
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let mut take = Take(bytes);

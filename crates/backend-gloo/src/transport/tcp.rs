@@ -20,16 +20,22 @@ use super::shm;
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     sent: AtomicU64,
-    /// Of these, what collectives sent through rings in shared memory.
-    sent_local: AtomicU64,
     received: AtomicU64,
+    /// What collectives sent and received through rings in shared memory. Written by the driver of the collectives alone, of which there is one at a
+    /// time: it adds without locking the bus, which would wait until the other rank has seen what was written before.
+    sent_local: AtomicU64,
+    received_local: AtomicU64,
 }
 
 impl Counters {
     pub(crate) fn traffic(&self) -> Traffic {
+        let both = |one: &AtomicU64, other: &AtomicU64| {
+            one.load(Ordering::Relaxed)
+                .wrapping_add(other.load(Ordering::Relaxed))
+        };
         Traffic {
-            sent: self.sent.load(Ordering::Relaxed),
-            received: self.received.load(Ordering::Relaxed),
+            sent: both(&self.sent, &self.sent_local),
+            received: both(&self.received, &self.received_local),
         }
     }
 
@@ -37,21 +43,29 @@ impl Counters {
         self.sent.fetch_add(n as u64, Ordering::Relaxed);
     }
 
-    /// Counts bytes that went through a ring in shared memory.
-    pub(crate) fn add_sent_local(&self, n: usize) {
-        self.add_sent(n);
-        self.sent_local.fetch_add(n as u64, Ordering::Relaxed);
-    }
-
-    /// Bytes sent by other ways than through the rings.
-    pub(crate) fn sent_elsewhere(&self) -> u64 {
-        let local = self.sent_local.load(Ordering::Relaxed);
-        self.sent.load(Ordering::Relaxed).saturating_sub(local)
-    }
-
     pub(crate) fn add_received(&self, n: usize) {
         self.received.fetch_add(n as u64, Ordering::Relaxed);
     }
+
+    /// Counts bytes that the driver of the collectives has put into a ring.
+    pub(crate) fn add_sent_local(&self, n: usize) {
+        add_alone(&self.sent_local, n);
+    }
+
+    /// Counts bytes that it has taken out of one.
+    pub(crate) fn add_received_local(&self, n: usize) {
+        add_alone(&self.received_local, n);
+    }
+
+    /// Bytes sent by other ways than through the rings of the collectives.
+    pub(crate) fn sent_elsewhere(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+}
+
+fn add_alone(count: &AtomicU64, n: usize) {
+    let sum = count.load(Ordering::Relaxed).wrapping_add(n as u64);
+    count.store(sum, Ordering::Relaxed);
 }
 
 /// What came of a read or a write.

@@ -146,6 +146,13 @@ impl Mapping {
         unsafe { &*self.base.as_ptr().add(AT).cast::<AtomicU64>() }
     }
 
+    /// `N` 64-bit words from `at` on, likewise; `None` where they are not aligned or not all there.
+    pub(super) fn words<const N: usize>(&self, at: usize) -> Option<&[AtomicU64; N]> {
+        let end = at.checked_add(8 * N)?;
+        // SAFETY: inside the mapping and aligned (checked; it begins with a page); otherwise as above.
+        (at.is_multiple_of(8) && end <= self.len).then(|| unsafe { &*self.base.as_ptr().add(at).cast() })
+    }
+
     /// Bytes to read. The caller's protocol says that their writer is done with them; a peer that breaks it changes
     /// numbers under the reader's feet and nothing else: no index, length or pointer is ever taken from here unchecked.
     pub(super) fn read(&self, at: usize, len: usize) -> &[u8] {

@@ -27,4 +27,4 @@ pub(crate) use bell::{Bell, Bells, COLLECTIVES, MESSAGES, Ringer, Sleep, ThreadB
 pub(crate) use notice::{NOTICE_BYTES, Notices};
 pub(crate) use passing::{receive, send};
 pub(crate) use region::{Region, Rings, Shared};
-pub(crate) use ring::{CAPACITY, Reader, Writer};
+pub(crate) use ring::{CAPACITY, Reader, SHOWN_BYTES, Shown, Writer};

@@ -3,8 +3,12 @@
 //! Positions only grow; a position modulo the capacity is the place. The writer's position and the reader's stand on cache
 //! lines of their own, written by one side and read by the other. Neither side ever reads its own position back, and what it
 //! reads of the other's must lie between the last one seen and its own.
+//!
+//! A frame may be shown a second time, on a line of its own beside the positions: where it ends, a digest of its header, and its payload if that is
+//! short. A reader that knows what header must come looks at that line alone; one line that crosses from core to core is most of what a short message
+//! takes. The line is used again by a later frame, so it is read as a sequence lock is, and what is not found there is in the ring.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use ftcore::{Error, ErrorKind, Result, copy_bytes};
 
@@ -18,6 +22,11 @@ pub(crate) const ALIGN: usize = 64;
 /// Where the positions stand: far enough apart that a prefetched neighbour line is not the other one's.
 const WRITTEN: usize = 0;
 const TAKEN: usize = 256;
+/// Where the lines begin on which frames are shown, and how many there are.
+const SHOWN: usize = 512;
+const LINES: u64 = 8;
+/// Bytes of payload that fit there.
+pub(crate) const SHOWN_BYTES: usize = 48;
 /// Where the bytes begin.
 const BYTES: usize = PAGE;
 /// Bytes of a ring with its positions.
@@ -33,6 +42,13 @@ fn corrupt(what: &str) -> Error {
 fn place(position: u64) -> usize {
     // Less than the capacity, which fits.
     (position % CAPACITY as u64) as usize
+}
+
+/// The line of the frame that begins at `position`: its end, the digest of its header, and the payload.
+fn line(ring: &Mapping, position: u64) -> Option<(&AtomicU64, &AtomicU64, &[AtomicU64])> {
+    let number = (position / ALIGN as u64) % LINES;
+    let [end, digest, payload @ ..] = ring.words::<8>(SHOWN + ALIGN * number as usize)?;
+    Some((end, digest, payload))
 }
 
 /// Bytes between two positions that are known to be at most a capacity apart.
@@ -128,6 +144,38 @@ impl Writer {
     pub(crate) fn publish(&self) {
         self.ring.word64::<WRITTEN>().store(self.at, Ordering::Release);
     }
+
+    /// Shows the frame from `from` up to here, which was [published](Self::publish), on its line, too.
+    pub(crate) fn show(&self, from: u64, digest: u64, payload: &[u8]) {
+        let Some((end, sum, words)) = line(&self.ring, from) else {
+            return;
+        };
+        end.store(0, Ordering::Relaxed);
+        fence(Ordering::Release);
+        sum.store(digest, Ordering::Relaxed);
+        if payload.len() <= SHOWN_BYTES {
+            for (word, bytes) in words.iter().zip(payload.chunks(8)) {
+                let mut whole = [0; 8];
+                for (to, from) in whole.iter_mut().zip(bytes) {
+                    *to = *from;
+                }
+                word.store(u64::from_ne_bytes(whole), Ordering::Relaxed);
+            }
+        }
+        end.store(self.at, Ordering::Release);
+    }
+}
+
+/// A payload of up to [`SHOWN_BYTES`], as it was shown.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(crate) struct Shown([u8; SHOWN_BYTES]);
+
+impl Shown {
+    /// Its first `len` bytes.
+    pub(crate) fn bytes(&self, len: usize) -> &[u8] {
+        self.0.get(..len).unwrap_or(&[])
+    }
 }
 
 /// The end that reads.
@@ -160,6 +208,28 @@ impl Reader {
         }
         self.written = written;
         Ok(between(self.at, written))
+    }
+
+    /// Looks whether the frame that begins here was shown with that digest, and ends after `length` bytes. Its payload, if it is short enough to be
+    /// there. Takes nothing.
+    pub(crate) fn shown(&mut self, digest: u64, length: usize) -> Option<Shown> {
+        let until = (self.at + length as u64).next_multiple_of(ALIGN as u64);
+        let (end, sum, words) = line(&self.ring, self.at)?;
+        if end.load(Ordering::Acquire) != until {
+            return None;
+        }
+        let same = sum.load(Ordering::Relaxed) == digest;
+        let mut payload = Shown([0; SHOWN_BYTES]);
+        for (bytes, word) in payload.0.chunks_exact_mut(8).zip(words) {
+            bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        fence(Ordering::Acquire);
+        if !same || end.load(Ordering::Relaxed) != until {
+            return None;
+        }
+        // Published before it was shown.
+        self.written = self.written.max(until);
+        Some(payload)
     }
 
     /// The contiguous bytes `skip` behind the reader's position, `most` at most.

@@ -288,3 +288,92 @@ fn the_bell_of_a_thread_wakes_it_and_a_ring_before_its_sleep_counts() {
     let counted = bell.count();
     bell.sleep(counted, Some(deadline_in(Duration::from_millis(1))));
 }
+
+/// What is at the head of frame `n`, and its payload.
+fn frame(n: u64) -> ([u8; 64], Vec<u8>) {
+    let mut header = [0; 64];
+    header[..8].copy_from_slice(&n.to_le_bytes());
+    let length = (n * 37 % 101) as usize;
+    (header, (0..length).map(|i| byte(i + n as usize)).collect())
+}
+
+fn send_frame(writer: &mut Writer, n: u64) {
+    let (header, payload) = frame(n);
+    let from = writer.position();
+    writer.put(&header);
+    writer.put(&payload);
+    writer.pad();
+    writer.publish();
+    writer.show(from, n, &payload);
+}
+
+/// Takes frame `n` from its line, or else from the ring; true if from its line.
+fn take_frame(reader: &mut Reader, n: u64) -> bool {
+    let (header, payload) = frame(n);
+    let shown = reader.shown(n, 64 + payload.len());
+    if let Some(shown) = shown.as_ref().filter(|_| payload.len() <= SHOWN_BYTES) {
+        assert_eq!(shown.bytes(payload.len()), payload, "frame {n}");
+    }
+    assert_eq!(reader.data(0, 64), header, "frame {n}");
+    reader.take(64);
+    let mut got = Vec::new();
+    while got.len() < payload.len() {
+        let data = reader.data(0, payload.len() - got.len());
+        assert!(!data.is_empty(), "frame {n}");
+        got.extend_from_slice(data);
+        reader.take(data.len());
+    }
+    assert_eq!(got, payload, "frame {n}");
+    reader.pad();
+    reader.release();
+    shown.is_some()
+}
+
+#[test]
+fn a_frame_is_on_its_line_for_who_knows_its_digest_and_length() {
+    let (mut a, mut b, _keep_a, _keep_b) = pair();
+    let length = 64 + frame(1).1.len();
+    assert!(b.reader.shown(1, length).is_none(), "nothing was written");
+    send_frame(&mut a.writer, 1);
+    assert!(b.reader.shown(2, length).is_none(), "another header");
+    assert!(b.reader.shown(1, length + 64).is_none(), "another length");
+    assert!(take_frame(&mut b.reader, 1));
+    assert!(b.reader.shown(1, length).is_none(), "it was taken");
+}
+
+#[test]
+fn a_line_that_a_later_frame_has_taken_is_left_alone() {
+    let (mut a, mut b, _keep_a, _keep_b) = pair();
+    (1..=20).for_each(|n| send_frame(&mut a.writer, n));
+    assert!(b.reader.available(CAPACITY).unwrap() > 0);
+    assert!(!take_frame(&mut b.reader, 1), "its line is a later frame's");
+    for n in 2..20 {
+        take_frame(&mut b.reader, n);
+    }
+    assert!(take_frame(&mut b.reader, 20));
+}
+
+#[test]
+fn a_line_is_read_whole_while_its_writer_runs_ahead() {
+    const FRAMES: u64 = 100_000;
+    let (mut a, mut b, _keep_a, _keep_b) = pair();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for n in 0..FRAMES {
+                while a.writer.room(256).unwrap() < 256 {
+                    std::thread::yield_now();
+                }
+                send_frame(&mut a.writer, n);
+            }
+        });
+        let until = deadline_in(Duration::from_secs(60));
+        for n in 0..FRAMES {
+            let length = 64 + frame(n).1.len();
+            while b.reader.shown(n, length).is_none() && b.reader.available(length).unwrap() < length {
+                assert!(Instant::now() < until, "frame {n} did not come");
+                std::hint::spin_loop();
+            }
+            take_frame(&mut b.reader, n);
+        }
+    });
+}
