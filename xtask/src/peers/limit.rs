@@ -1,8 +1,8 @@
 //! What the machine could do at best, measured in the same session.
 //!
-//! In an all-reduce of S bytes on n ranks, each rank must take in 2(n−1)/n·S bytes that others made, and each of those bytes
-//! is copied at least once. The limit is that many bytes at the rate at which all ranks' cores copy at the same time, plus
-//! two hand-overs of a cache line (each rank's data, and that it has been taken), where every rank has a core of its own.
+//! What crosses between ranks ([`Operation::crossing`](super::operations::Operation::crossing)) is copied at least once. The
+//! limit is that many bytes at the rate at which all ranks' cores copy at the same time, plus one hand-over of a cache line
+//! (that the data are there; that they have been taken may be said later), where every rank has a core of its own.
 
 use std::collections::BTreeMap;
 use std::hint::{black_box, spin_loop};
@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 
+use super::operations::Point;
+
 const ROUNDS: usize = 7;
 /// How much each thread copies in a round, at least, so that starting them does not count.
 const COPIED: usize = 32 << 20;
@@ -21,17 +23,38 @@ const HAND_OVERS: u32 = 20_000;
 const BLOCK: u32 = 500;
 /// How often a thread looks for the word before it lets others have its core: far longer than a hand-over between two cores takes.
 const LOOKS: u32 = 1 << 14;
+/// Up to so many bytes an operation is short.
+const SHORT: u64 = 4_096;
 /// For so long it is measured at most.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
 
-/// The limit in microseconds for each size.
-pub(super) fn measure(ranks: usize, cores: usize, sizes: &[u64]) -> Result<BTreeMap<u64, f64>> {
-    let hand_overs = if ranks <= cores { two_hand_overs()? } else { 0.0 };
+/// The limit in microseconds of each point that has one: where ranks share cores, a short operation takes what the switches between them
+/// take, which is not measured here.
+pub(super) fn measure(ranks: u32, cores: usize, points: &[Point]) -> Result<BTreeMap<Point, f64>> {
+    let threads = usize::try_from(ranks).context("a number of ranks out of range")?;
+    let hand_over = match threads <= cores {
+        true => Some(two_hand_overs()? / 2.0),
+        false => None,
+    };
+    let mut rates = BTreeMap::new();
     let mut limits = BTreeMap::new();
-    for &size in sizes {
-        let bytes = usize::try_from(size).context("a size out of range")?;
-        let moved = 2.0 * (ranks as f64 - 1.0) / ranks as f64 * size as f64;
-        limits.insert(size, hand_overs + moved / copy_rate(ranks, bytes)? * 1e6);
+    for point in points {
+        if hand_over.is_none() && point.bytes <= SHORT {
+            continue;
+        }
+        let mut limit = hand_over.unwrap_or_default();
+        if point.bytes > 0 {
+            let rate = match rates.get(&point.bytes) {
+                Some(&rate) => rate,
+                None => {
+                    let bytes = usize::try_from(point.bytes).context("a size out of range")?;
+                    copy_rate(threads, bytes)?
+                }
+            };
+            rates.insert(point.bytes, rate);
+            limit += point.operation.crossing(ranks) * point.bytes as f64 / rate * 1e6;
+        }
+        limits.insert(*point, limit);
     }
     Ok(limits)
 }
@@ -137,14 +160,29 @@ fn two_hand_overs() -> Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::operations::{Operation, points};
     use super::*;
 
     #[test]
-    fn the_limit_grows_with_the_bytes_and_with_the_ranks() {
-        let two = measure(2, 64, &[4, 1 << 20]).unwrap();
-        assert!(two[&4] > 0.0 && two[&(1 << 20)] > two[&4]);
-        let four = measure(4, 1, &[1 << 20]).unwrap();
-        assert!(four[&(1 << 20)] > 0.0);
+    fn the_limit_grows_with_the_bytes_that_cross_and_short_operations_have_one_where_each_rank_has_a_core() {
+        let all = points(&Operation::ALL, Some(&[4, 1 << 20]), 2);
+        let at = |operation, bytes| Point { operation, bytes };
+        let two = measure(2, 64, &all).unwrap();
+        let of = |operation, bytes| two[&at(operation, bytes)];
+        assert_eq!(two.len(), all.len());
+        assert!(of(Operation::Barrier, 0) > 0.0);
+        assert!(of(Operation::AllReduce, 1 << 20) > of(Operation::AllReduce, 4));
+        // The same rate and the same hand-over: half the bytes.
+        let (reduced, gathered) = (
+            of(Operation::AllReduce, 1 << 20),
+            of(Operation::AllGatherInto, 1 << 20),
+        );
+        let hand_over = of(Operation::Barrier, 0);
+        assert!(((reduced - hand_over) / (gathered - hand_over) - 2.0).abs() < 1e-6);
+        let shared = measure(4, 1, &all).unwrap();
+        assert!(shared[&at(Operation::Broadcast, 1 << 20)] > 0.0);
+        assert!(!shared.contains_key(&at(Operation::AllReduce, 4)));
+        assert!(!shared.contains_key(&at(Operation::Barrier, 0)));
     }
 
     #[test]
