@@ -45,11 +45,12 @@ Examples:
 Operations: all_reduce, broadcast, reduce, all_gather_into, reduce_scatter_into, all_to_all_into, send_recv, ping_pong, barrier.
 Each call begins behind a barrier and blocks, or with --submit is submitted and waited for. Its time is that of its slowest rank; shown
 are the median over the iterations, the least and the greatest. send_recv sends to the next rank and receives from the one before;
-ping_pong is a message from rank 0 to rank 1 and back, its time half of it. The size is that of the larger tensor of a rank. algbw is size / time; busbw is algbw times nccl-tests'
-factor: 2(n-1)/n for all_reduce, (n-1)/n for all_gather_into, reduce_scatter_into and all_to_all_into, else 1. `implied` (of_implied
-in JSON) compares an operation with the all_reduce of its size in the same run, if that stands before it: its time divided by the one
-in which its bytes would have travelled at all_reduce's busbw. 1 is as fast as all_reduce, 2 takes twice as long for what it moves;
-a rank's own part, which all_gather_into, reduce_scatter_into and all_to_all_into copy besides, counts as nothing.";
+ping_pong is a message from rank 0 to rank 1 and back, and its time half of that. The size is that of the larger tensor of a rank.
+algbw is size / time; busbw is algbw times nccl-tests' factor: 2(n-1)/n for all_reduce, (n-1)/n for all_gather_into,
+reduce_scatter_into and all_to_all_into, else 1. `implied` (of_implied in JSON) compares an operation with the all_reduce of its size
+in the same run, if that stands before it: its time divided by the one in which its bytes would have travelled at all_reduce's busbw.
+1 is as fast as all_reduce, 2 takes twice as long for what it moves; a rank's own part, which all_gather_into, reduce_scatter_into and
+all_to_all_into copy besides, counts as nothing.";
 
 /// Measure the operations of a backend: time, bandwidth, and whether the results are right.
 #[derive(Debug, clap::Args)]
