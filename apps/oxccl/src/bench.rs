@@ -2,8 +2,9 @@
 //!
 //! A plan (`plan`) goes to every rank (`ranks`: processes or threads); each measures line by line (`measure`), with data
 //! that it can check (`pattern`), and leaves its times in a store; this side watches over them and shows the figures
-//! (`table`, `picture`).
+//! (`table`, `picture`). What the machine could do at best is measured for `bench-peers` (`limit`).
 
+mod limit;
 mod measure;
 mod pattern;
 mod picture;
@@ -24,6 +25,7 @@ use serde::Serialize;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+pub(crate) use limit::{LimitArguments, run as limit};
 use measure::Times;
 use plan::{MAX_RANKS, Plan, Row};
 use ranks::Ranks;

@@ -141,7 +141,7 @@ fn theirs(batches: &[(Calls, Vec<Point>)]) -> Vec<String> {
 }
 
 /// The standard output of `command`, which must end well.
-fn output(command: &mut Command, scratch: &Path) -> Result<String> {
+pub(super) fn output(command: &mut Command, scratch: &Path) -> Result<String> {
     let (out, errors) = (scratch.join("out.txt"), scratch.join("errors.txt"));
     let create = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
     command.stdout(create(&out)?).stderr(create(&errors)?);

@@ -127,7 +127,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<bool> {
                 arguments.rounds
             );
             turn(&mut section, &programs, &scratch, &points)?;
-            section.limits.push(limit::measure(ranks, cores, &points)?);
+            section
+                .limits
+                .push(limit::measure(&ours, ranks, &points, &scratch)?);
         }
         sections.push(section);
     }
@@ -144,6 +146,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<bool> {
     Ok(report.ours_ran())
 }
 
+/// Points that are called equally often.
+type Batch = (Calls, Vec<Point>);
+
 /// One round: every program once for each batch of points; PyTorch, which takes seconds to start, once for all. One that fails is
 /// out, with what it said.
 fn turn(
@@ -153,7 +158,7 @@ fn turn(
     points: &[Point],
 ) -> Result<()> {
     let batches = operations::batches(points);
-    let mut turns: Vec<(bool, &[(Calls, Vec<Point>)])> = batches.chunks(1).map(|one| (false, one)).collect();
+    let mut turns: Vec<(bool, &[Batch])> = batches.chunks(1).map(|one| (false, one)).collect();
     turns.push((true, &batches));
     for (slow, batches) in turns {
         for which in section.measured.iter().map(|(w, _)| *w).collect::<Vec<_>>() {
@@ -163,13 +168,13 @@ fn turn(
             if matches!(program, Program::Torch { .. }) != slow {
                 continue;
             }
-            let batches: Vec<(Calls, Vec<Point>)> = batches
+            let batches: Vec<Batch> = batches
                 .iter()
                 .map(|(calls, points)| {
                     let points = points.iter().copied();
                     (*calls, points.filter(|p| which.measures(p.operation)).collect())
                 })
-                .filter(|(_, points): &(Calls, Vec<Point>)| !points.is_empty())
+                .filter(|(_, points): &Batch| !points.is_empty())
                 .collect();
             if batches.is_empty() {
                 continue;
