@@ -53,14 +53,13 @@ def prepared(op, rank, ranks, count):
     part = count // ranks
     inputs = [values(r, part if op == "all_gather_into" else count) for r in range(ranks)]
     mine = inputs[rank].clone()
-    summed = torch.stack(inputs).sum(0)
     own = slice(rank * part, (rank + 1) * part)
     if op in ("all_reduce", "all_reduce_async"):
-        return mine, mine, summed
+        return mine, mine, sum(inputs)
     if op == "all_gather_into":
         return mine, torch.zeros(count), torch.cat(inputs)
     if op == "reduce_scatter_into":
-        return mine, torch.zeros(part), summed[own]
+        return mine, torch.zeros(part), sum(i[own] for i in inputs)
     if op == "all_to_all_into":
         return mine, torch.zeros(count), torch.cat([i[own] for i in inputs])
     if op == "broadcast":
@@ -82,6 +81,7 @@ def measure(op, rank, ranks, size, warmup, iters, budget):
     once(data, out)
     if not torch.equal(out, expected):
         raise SystemExit(f"{op} of {size} bytes: wrong result")
+    del expected
     data.zero_()
     out.zero_()
 
@@ -120,7 +120,7 @@ def rank_main(rank, ranks, store, arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=ranks)
     options = {"--warmup": 5, "--iters": 20, "--budget-ms": 1000}
-    op = None
+    op = why = None
     words = iter(arguments)
     for word in words:
         if word in options:
