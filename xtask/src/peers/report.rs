@@ -241,7 +241,8 @@ impl Report {
             n => format!("{n} rounds, in parentheses from the least to the greatest"),
         };
         let mut text = format!(
-            "f32, sums, processes, µs: the median over the calls of the slowest rank's time, then over {rounds}.\n\
+            "f32, sums, processes, µs: the median over the calls of the slowest rank's time, then over\n\
+             {rounds}.\n\
              Ratio: inside a host the best peer's time divided by that of oxccl / of oxccl alloc, over TCP each peer's divided by\n\
              that of oxccl tcp; above 1 oxccl is faster. Measured on {} on\n\
              {},\n\
