@@ -66,7 +66,7 @@ enum Task {
     Deny,
     /// Check that the lock file of every workspace in the tree fits its manifests.
     Locks,
-    /// Measure our all-reduce against MPICH, Open MPI and PyTorch's Gloo here and now, and print the ratios.
+    /// Measure our collectives against MPICH, Open MPI and PyTorch's Gloo here and now, and print the ratios.
     BenchPeers(Box<peers::Arguments>),
     /// Measure the time of a step at our lighthouse and, with --peer, at torchft's, with many replicas from one process.
     BenchLighthouse(lighthouse::Arguments),

@@ -80,13 +80,22 @@ fn prepare_jax() -> Result<PathBuf> {
     })
 }
 
+/// The Python that has torch, if [`prepare_torch`] was called here once.
+pub(crate) fn torch_in_the_cache() -> Result<PathBuf> {
+    Ok(wheels::cache()?.join(torch_folder()?).join("bin/python"))
+}
+
+fn torch_folder() -> Result<String> {
+    Ok(format!("python-torch-3{}", minor_version()?))
+}
+
 /// torch in the cache; made on the first call, found by later ones.
 pub(crate) fn prepare_torch() -> Result<PathBuf> {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         bail!("the pinned wheels of torch are for Linux on x86-64");
     }
     let place = Place {
-        folder: &format!("python-torch-3{}", minor_version()?),
+        folder: &torch_folder()?,
         recipe: &[TORCH, BESIDES].concat().join(" "),
         notice: "python: fetching torch for the tests of its backend (2.1 GB, once; 4.4 GB on disk)",
     };

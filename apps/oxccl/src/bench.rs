@@ -2,8 +2,9 @@
 //!
 //! A plan (`plan`) goes to every rank (`ranks`: processes or threads); each measures line by line (`measure`), with data
 //! that it can check (`pattern`), and leaves its times in a store; this side watches over them and shows the figures
-//! (`table`, `picture`).
+//! (`table`, `picture`). What the machine could do at best is measured for `bench-peers` (`limit`).
 
+mod limit;
 mod measure;
 mod pattern;
 mod picture;
@@ -24,6 +25,7 @@ use serde::Serialize;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+pub(crate) use limit::{LimitArguments, run as limit};
 use measure::Times;
 use plan::{MAX_RANKS, Plan, Row};
 use ranks::Ranks;
@@ -42,13 +44,15 @@ Examples:
   The same as a picture:
     oxccl bench --op all --min 1K --max 64M --factor 4 --plot bench.svg
 
-Operations: all_reduce, broadcast, reduce, all_gather_into, reduce_scatter_into, all_to_all_into, send_recv, barrier.
-Each call blocks and begins behind a barrier. Its time is that of its slowest rank; shown are the median over the iterations, the least
-and the greatest. The size is that of the larger tensor of a rank. algbw is size / time; busbw is algbw times nccl-tests'
-factor: 2(n-1)/n for all_reduce, (n-1)/n for all_gather_into, reduce_scatter_into and all_to_all_into, else 1. `implied` (of_implied
-in JSON) compares an operation with the all_reduce of its size in the same run, if that stands before it: its time divided by the one
-in which its bytes would have travelled at all_reduce's busbw. 1 is as fast as all_reduce, 2 takes twice as long for what it moves;
-a rank's own part, which all_gather_into, reduce_scatter_into and all_to_all_into copy besides, counts as nothing.";
+Operations: all_reduce, broadcast, reduce, all_gather_into, reduce_scatter_into, all_to_all_into, send_recv, ping_pong, barrier.
+Each call begins behind a barrier and blocks, or with --submit is submitted and waited for. Its time is that of its slowest rank; shown
+are the median over the iterations, the least and the greatest. send_recv sends to the next rank and receives from the one before;
+ping_pong is a message from rank 0 to rank 1 and back, and its time half of that. The size is that of the larger tensor of a rank.
+algbw is size / time; busbw is algbw times nccl-tests' factor: 2(n-1)/n for all_reduce, (n-1)/n for all_gather_into,
+reduce_scatter_into and all_to_all_into, else 1. `implied` (of_implied in JSON) compares an operation with the all_reduce of its size
+in the same run, if that stands before it: its time divided by the one in which its bytes would have travelled at all_reduce's busbw.
+1 is as fast as all_reduce, 2 takes twice as long for what it moves; a rank's own part, which all_gather_into, reduce_scatter_into and
+all_to_all_into copy besides, counts as nothing.";
 
 /// Measure the operations of a backend: time, bandwidth, and whether the results are right.
 #[derive(Debug, clap::Args)]
@@ -93,9 +97,9 @@ pub(crate) struct Arguments {
     /// Whether ranks are processes or threads of one.
     #[arg(long, default_value = "processes", value_enum)]
     mode: Mode,
-    /// Calls before the measured ones.
-    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(..=100_000))]
-    warmup: u32,
+    /// Calls before the measured ones [default: until 4 MiB have moved, 5 to 1000: shared rings are then written all through].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=100_000))]
+    warmup: Option<u32>,
     /// Measured calls of each size.
     #[arg(long, default_value_t = 20, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     iters: u32,
@@ -109,6 +113,9 @@ pub(crate) struct Arguments {
     /// Take the tensors from the group (`ProcessGroup::alloc`): gloo's ranks on one host then read them in place.
     #[arg(long)]
     alloc: bool,
+    /// Submit each call and wait for its work, instead of one blocking call.
+    #[arg(long)]
+    submit: bool,
     /// How long one line of the table may take, in seconds.
     #[arg(long, default_value_t = 300, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     line_timeout_s: u64,
@@ -153,8 +160,11 @@ struct Report<'a> {
     transport: Option<&'a str>,
     dtype: &'a str,
     reduction: &'a str,
-    warmup: u32,
+    /// As asked for; the results have what each line had.
+    warmup: Option<u32>,
     iters: u32,
+    /// Calls were submitted and waited for, not blocking.
+    submitted: bool,
     /// Every rank had one of the cores.
     bound: bool,
     /// The tensors were the group's.
@@ -238,6 +248,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         warmup: arguments.warmup,
         iters: arguments.iters,
         check: arguments.check,
+        submit: arguments.submit,
         bind: arguments.bind,
         alloc: arguments.alloc,
         device: device.to_string(),
@@ -252,7 +263,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ));
     }
     let ranks_as = format!(
-        "on {device}, {} ranks as {}{}{}{}, {} sums",
+        "on {device}, {} ranks as {}{}{}{}{}, {} sums",
         plan.ranks,
         match arguments.mode {
             Mode::Processes => "processes",
@@ -261,6 +272,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         if plan.isolated { ", isolated" } else { "" },
         if plan.bind { ", bound" } else { "" },
         if plan.alloc { ", the group's memory" } else { "" },
+        if plan.submit { ", submitted" } else { "" },
         arguments.dtype,
     );
     if !arguments.json {
@@ -268,7 +280,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             "# oxccl bench: {} from {} {ranks_as}, {} warm-ups, {} iterations{}\n{}",
             backend.name,
             backend.source,
-            plan.warmup,
+            plan.warmup
+                .map_or_else(|| format!("{} or more", plan::WARM_UPS), |n| n.to_string()),
             plan.iters,
             if plan.check { ", checked" } else { "" },
             table::HEAD,
@@ -322,6 +335,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             reduction: "sum",
             warmup: plan.warmup,
             iters: plan.iters,
+            submitted: plan.submit,
             bound: plan.bind,
             alloc: plan.alloc,
             checked: plan.check,

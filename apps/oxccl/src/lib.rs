@@ -101,6 +101,8 @@ enum Command {
     Bench(bench::Arguments),
     #[command(hide = true)]
     BenchRank(bench::RankArguments),
+    #[command(hide = true)]
+    BenchLimit(bench::LimitArguments),
     Plan(plan::Arguments),
     #[cfg(feature = "conformance")]
     NewPlugin(new_plugin::Arguments),
@@ -180,6 +182,7 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
         Command::BackendsProbe(arguments) => backends::probe(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::BenchRank(arguments) => bench::rank(arguments),
+        Command::BenchLimit(arguments) => bench::limit(arguments),
         Command::Plan(arguments) => plan::run(arguments),
         #[cfg(feature = "conformance")]
         Command::NewPlugin(arguments) => new_plugin::run(arguments),

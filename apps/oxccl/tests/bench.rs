@@ -14,7 +14,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 
 mod breach;
 
-const OPS: [&str; 8] = [
+const OPS: [&str; 9] = [
     "all_reduce",
     "broadcast",
     "reduce",
@@ -22,6 +22,7 @@ const OPS: [&str; 8] = [
     "reduce_scatter_into",
     "all_to_all_into",
     "send_recv",
+    "ping_pong",
     "barrier",
 ];
 
@@ -101,6 +102,26 @@ fn every_operation_is_right_on_processes_and_on_threads_and_the_figures_fit_each
             }
         }
     }
+}
+
+#[test]
+fn submitted_calls_are_right_too_and_warm_ups_go_by_the_bytes_unless_they_are_given() {
+    let arguments = [
+        "--op", "all", "--sizes", "16K,1M", "--iters", "3", "--check", "--json",
+    ];
+    let warm_ups = |report: &serde_json::Value| -> Vec<u64> {
+        let lines = report["results"].as_array().unwrap();
+        assert!(lines.iter().all(|l| l["wrong"] == 0), "{lines:?}");
+        let all_reduce = lines.iter().filter(|l| l["op"] == "all_reduce");
+        all_reduce.map(|l| l["warmup"].as_u64().unwrap()).collect()
+    };
+    let report = json(&[&arguments[..], &["--submit"]].concat());
+    assert_eq!(report["submitted"], true);
+    assert_eq!(report["warmup"], serde_json::Value::Null);
+    assert_eq!(warm_ups(&report), [256, 5]);
+    let report = json(&[&arguments[..], &["--warmup", "2"]].concat());
+    assert_eq!(report["submitted"], false);
+    assert_eq!(warm_ups(&report), [2, 2]);
 }
 
 #[test]

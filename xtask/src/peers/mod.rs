@@ -1,11 +1,13 @@
-//! `cargo xtask bench-peers`: our all-reduce against MPI's and PyTorch's on this machine, in one session.
+//! `cargo xtask bench-peers`: our operations against MPI's and PyTorch's on this machine, in one session.
 //!
-//! `programs` finds or installs the peers, `measure` runs one program once, `limit` measures what the machine could do at
-//! best, `report` prints size × {ours, peers, ratios, limit}. All programs measure by the rule of `oxccl bench` (each call
-//! behind a barrier, the slowest rank counts, median); they take turns, round after round, so that a noisy minute hits all.
+//! `programs` finds or installs the peers, `operations` says what is measured, `measure` runs one program, `limit` measures what
+//! the machine could do at best, `report` makes the tables: ours, peers, ratios, limit. All programs measure by the rule of
+//! `oxccl bench` (each call behind a barrier, the slowest rank counts, median); they take turns, round after round, so that a
+//! noisy minute hits all.
 
 mod limit;
 mod measure;
+mod operations;
 mod programs;
 mod report;
 
@@ -17,29 +19,32 @@ use clap::Args;
 
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output};
-use measure::Times;
+use operations::{Calls, Operation, Point};
 use programs::{Program, Which};
 use report::{Report, Section};
 
 /// Options of `cargo xtask bench-peers`.
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Sizes in bytes, with K and M for powers of 1024.
-    #[arg(long, value_delimiter = ',', value_name = "SIZE,…", value_parser = parse_size,
-          default_value = "4,1K,4K,16K,64K,256K,1M,4M,16M,64M")]
+    /// Only these operations.
+    #[arg(long, value_delimiter = ',', value_name = "OP,…")]
+    ops: Vec<Operation>,
+    /// Sizes in bytes, with K and M for powers of 1024 [default: all_reduce 4 to 64M, broadcast and those with parts 64K to 64M,
+    /// ping_pong 4 and 1K, all_reduce_async 4].
+    #[arg(long, value_delimiter = ',', value_name = "SIZE,…", value_parser = parse_size)]
     sizes: Vec<u64>,
-    /// Numbers of ranks, one table for each.
+    /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', value_name = "N,…", default_value = "2,4",
           value_parser = clap::value_parser!(u32).range(2..=64))]
     ranks: Vec<u32>,
-    /// Only these peers: mpich, openmpi, openmpi-tcp, gloo.
+    /// Only these peers, and what of ours they are compared with: mpich, openmpi, openmpi-tcp, gloo.
     #[arg(long, value_delimiter = ',', value_name = "PEER,…")]
     only: Vec<Which>,
     /// Install PyTorch for its Gloo if it is not there (gigabytes).
     #[arg(long)]
     with_torch: bool,
-    /// How often every program is run; the median counts.
-    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    /// How often every program is run; the median counts, the least and the greatest stand beside it.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
     /// The `oxccl` program to measure [default: built here, in release mode].
     #[arg(long, value_name = "FILE")]
@@ -47,9 +52,10 @@ pub(crate) struct Arguments {
     /// Write the figures as JSON instead of tables.
     #[arg(long)]
     json: bool,
-    /// Put the tables into this file too, between its marks `bench-peers:begin` and `bench-peers:end`.
-    #[arg(long, value_name = "FILE")]
-    write: Option<PathBuf>,
+    /// Put the tables into these files too, between the marks `<!-- bench-peers:begin -->` and `<!-- bench-peers:end -->`. A first mark
+    /// may name what its place is for: `<!-- bench-peers:begin all_reduce latency -->`. Places for what was not measured stay.
+    #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
+    write: Vec<PathBuf>,
 }
 
 fn parse_size(text: &str) -> Result<u64> {
@@ -63,43 +69,29 @@ fn parse_size(text: &str) -> Result<u64> {
         .with_context(|| format!("'{text}' is not a size (whole f32, 4 bytes to 1024M, with K or M)"))
 }
 
-/// Calls for a size, not measured and measured: small ones vary more and cost nothing.
-fn calls(bytes: u64) -> (u32, u32) {
-    match bytes {
-        0..=65_536 => (50, 400),
-        65_537..=4_194_304 => (10, 60),
-        _ => (3, 12),
-    }
-}
-
-/// The sizes, put together by how often they are called, because a program takes one number for all.
-fn batches(sizes: &[u64]) -> Vec<((u32, u32), Vec<u64>)> {
-    let mut batches: BTreeMap<u32, ((u32, u32), Vec<u64>)> = BTreeMap::new();
-    for &size in sizes {
-        let calls = calls(size);
-        batches
-            .entry(u32::MAX - calls.1)
-            .or_insert((calls, Vec::new()))
-            .1
-            .push(size);
-    }
-    batches.into_values().collect()
-}
-
 /// Runs the comparison. True unless one of our own runs failed.
-pub(crate) fn run(mut arguments: Arguments) -> Result<bool> {
-    arguments.sizes.sort_unstable();
-    arguments.sizes.dedup();
+pub(crate) fn run(arguments: Arguments) -> Result<bool> {
     let load = report::load();
     let metadata = Metadata::read()?;
+    // Before anything is measured: what cannot be written then would have been measured in vain.
+    let mut files = Vec::new();
+    for path in &arguments.write {
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        report::check(&text).with_context(|| path.display().to_string())?;
+        files.push((path, text));
+    }
     let ours = match &arguments.oxccl {
         Some(path) => path.clone(),
         None => build(&metadata)?,
     };
     let scratch = metadata.target_directory.join("xtask/peers");
     std::fs::create_dir_all(&scratch).with_context(|| format!("cannot make {}", scratch.display()))?;
-    let wanted =
-        |which: Which| which.is_ours() || arguments.only.is_empty() || arguments.only.contains(&which);
+    let only = &arguments.only;
+    let wanted = |which: Which| {
+        let compared = only.iter().any(|peer| peer.rival() == which.rival());
+        only.is_empty() || only.contains(&which) || (which.is_ours() && compared)
+    };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
 
     let mut programs = Vec::new();
@@ -110,9 +102,15 @@ pub(crate) fn run(mut arguments: Arguments) -> Result<bool> {
         }
         programs.push((which, found));
     }
+    let operations = match arguments.ops.as_slice() {
+        [] => &Operation::ALL,
+        some => some,
+    };
+    let sizes = Some(arguments.sizes.as_slice()).filter(|sizes| !sizes.is_empty());
     let mut sections = Vec::new();
     for &ranks in &arguments.ranks {
-        let mut section = Section::new(ranks, arguments.sizes.clone());
+        let points = operations::points(operations, sizes, ranks);
+        let mut section = Section::new(ranks, points.clone());
         for (which, found) in &programs {
             let usable = found
                 .as_ref()
@@ -120,7 +118,7 @@ pub(crate) fn run(mut arguments: Arguments) -> Result<bool> {
                 .and_then(|program| which.can_run(ranks as usize, cores).map(|()| program));
             match usable {
                 Ok(_) => section.measured.push((*which, BTreeMap::new())),
-                Err(why) => section.skipped.push((*which, why)),
+                Err(why) => section.skip(*which, None, why),
             }
         }
         for round in 1..=arguments.rounds {
@@ -128,10 +126,10 @@ pub(crate) fn run(mut arguments: Arguments) -> Result<bool> {
                 "bench-peers: {ranks} ranks, round {round} of {}",
                 arguments.rounds
             );
-            turn(&mut section, &programs, &scratch, &arguments.sizes)?;
+            turn(&mut section, &programs, &scratch, &points)?;
             section
                 .limits
-                .push(limit::measure(ranks as usize, cores, &arguments.sizes)?);
+                .push(limit::measure(&ours, ranks, &points, &scratch)?);
         }
         sections.push(section);
     }
@@ -139,43 +137,62 @@ pub(crate) fn run(mut arguments: Arguments) -> Result<bool> {
     if arguments.json {
         println!("{}", report.json()?);
     } else {
-        print!("{}", report.markdown());
+        print!("{}", report.markdown(&report.tables()));
     }
-    if let Some(file) = &arguments.write {
-        let text =
-            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-        let text = report::replace(&text, &report.markdown())?;
-        std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))?;
+    for (path, text) in files {
+        let text = report.renew(&text)?;
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(report.ours_ran())
 }
 
-/// One round: every program once. One that fails is out, with what it said.
+/// Points that are called equally often.
+type Batch = (Calls, Vec<Point>);
+
+/// One round: every program once for each batch of points; PyTorch, which takes seconds to start, once for all. One that fails is
+/// out, with what it said.
 fn turn(
     section: &mut Section,
     programs: &[(Which, Result<Program, String>)],
     scratch: &std::path::Path,
-    sizes: &[u64],
+    points: &[Point],
 ) -> Result<()> {
-    for (calls, sizes) in batches(sizes) {
-        let mut failed = Vec::new();
-        for (which, figures) in &mut section.measured {
-            let Some((_, Ok(program))) = programs.iter().find(|(w, _)| w == which) else {
+    let batches = operations::batches(points);
+    let mut turns: Vec<(bool, &[Batch])> = batches.chunks(1).map(|one| (false, one)).collect();
+    turns.push((true, &batches));
+    for (slow, batches) in turns {
+        for which in section.measured.iter().map(|(w, _)| *w).collect::<Vec<_>>() {
+            let Some((_, Ok(program))) = programs.iter().find(|(w, _)| *w == which) else {
                 bail!("{which} has no program");
             };
-            match measure::run(program, section.ranks, calls, &sizes, scratch) {
-                Ok(times) => {
-                    for (size, time) in times {
-                        figures.entry(size).or_insert_with(Vec::<Times>::new).push(time);
-                    }
-                }
-                Err(e) => failed.push((*which, format!("{e:#}"))),
+            if matches!(program, Program::Torch { .. }) != slow {
+                continue;
             }
-        }
-        for (which, why) in failed {
-            eprintln!("bench-peers: {which} failed: {why}");
-            section.measured.retain(|(w, _)| *w != which);
-            section.skipped.push((which, why));
+            let batches: Vec<Batch> = batches
+                .iter()
+                .map(|(calls, points)| {
+                    let points = points.iter().copied();
+                    (*calls, points.filter(|p| which.measures(p.operation)).collect())
+                })
+                .filter(|(_, points): &Batch| !points.is_empty())
+                .collect();
+            if batches.is_empty() {
+                continue;
+            }
+            match measure::run(program, section.ranks, &batches, scratch) {
+                Ok(said) => {
+                    for (operation, why) in said.lacks {
+                        section.skip(which, Some(operation), why);
+                    }
+                    section.add(which, said.times);
+                }
+                Err(e) => {
+                    let why = format!("{e:#}");
+                    eprintln!("bench-peers: {which} failed: {why}");
+                    section.measured.retain(|(w, _)| *w != which);
+                    section.skip(which, None, why);
+                }
+            }
         }
     }
     Ok(())
@@ -203,15 +220,5 @@ mod tests {
         for wrong in ["", "K", "0", "6", "2G", "-4", "1025M"] {
             assert!(parse_size(wrong).is_err(), "{wrong}");
         }
-    }
-
-    #[test]
-    fn batches_hold_every_size_once_and_keep_small_ones_together() {
-        let sizes = [4, 65_536, 1 << 20, 1 << 26];
-        let batches = batches(&sizes);
-        assert_eq!(batches.len(), 3);
-        let all: Vec<u64> = batches.iter().flat_map(|(_, s)| s.clone()).collect();
-        assert_eq!(all, sizes);
-        assert_eq!(batches.first().unwrap().0, (50, 400));
     }
 }

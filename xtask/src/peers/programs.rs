@@ -1,7 +1,7 @@
 //! The programs that are compared: where each comes from, how it is started, and why it cannot be.
 //!
 //! MPICH is a wheel pinned by hash, in a virtual environment in the user's cache; Open MPI is the system's (installed through
-//! apt where we are root); PyTorch is used where it is, or installed on request. Our C program is compiled with each MPI.
+//! apt where we are root); PyTorch is used where it is, that of the tests of its backend too, or installed on request. Our C program is compiled with each MPI.
 
 use std::fmt;
 use std::fs;
@@ -11,16 +11,15 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
+use super::operations::Operation;
 use crate::metadata::Metadata;
-use crate::venv::{MPICH, environment};
+use crate::venv::MPICH;
 use crate::wheels::{on_path, quietly};
-use crate::{debian, deny};
+use crate::{debian, deny, python};
 
-const TORCH: &str = "torch>=2.8";
-const SOURCE: &str = include_str!("../../peers/allreduce.c");
-const SCRIPT: &str = include_str!("../../peers/allreduce.py");
+const SOURCE: &str = include_str!("../../peers/collectives.c");
+const SCRIPT: &str = include_str!("../../peers/collectives.py");
 
-const TORCH_LIMIT: Duration = Duration::from_secs(30 * 60);
 const COMPILE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Who is measured.
@@ -55,6 +54,11 @@ impl Which {
 
     pub(super) fn is_ours(self) -> bool {
         matches!(self, Self::Ours | Self::OursAlloc | Self::OursTcp)
+    }
+
+    /// Whether it is measured in `operation`.
+    pub(super) fn measures(self, operation: Operation) -> bool {
+        self != Self::OursAlloc || !operation.is_short()
     }
 
     /// What of ours it is compared with.
@@ -142,8 +146,8 @@ pub(super) fn find(which: Which, ours: &Path, metadata: &Metadata, torch: bool) 
 /// Compiles our C program with an MPI's compiler wrapper.
 fn compile(mpicc: &Path, folder: &Path) -> Result<PathBuf> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let source = folder.join("allreduce.c");
-    let binary = folder.join("allreduce");
+    let source = folder.join("collectives.c");
+    let binary = folder.join("collectives");
     fs::write(&source, SOURCE).with_context(|| format!("cannot write {}", source.display()))?;
     let mut command = Command::new(mpicc);
     command.arg("-O2").arg("-o").arg(&binary).arg(&source);
@@ -187,18 +191,14 @@ fn gloo(cache: &Path, may_install: bool) -> Result<Program> {
         said.is_ok_and(|out| out.status.success())
     };
     let folder = cache.join("torch");
-    let installed = folder.join("bin/python");
-    let python = match on_path(&["python3"]) {
-        Some(python) if has_torch(&python) => python,
-        _ if has_torch(&installed) => installed,
-        _ if may_install => {
-            environment(&folder, &format!("{TORCH}\nnumpy\n"), &[], TORCH_LIMIT)?;
-            installed
-        }
+    let python = match (on_path(&["python3"]), python::torch_in_the_cache()) {
+        (Some(python), _) if has_torch(&python) => python,
+        (_, Ok(installed)) if has_torch(&installed) => installed,
+        _ if may_install => python::prepare_torch()?.join("bin/python"),
         _ => bail!("PyTorch is not installed (--with-torch installs it, gigabytes)"),
     };
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let script = folder.join("allreduce.py");
+    let script = folder.join("collectives.py");
     fs::write(&script, SCRIPT).with_context(|| format!("cannot write {}", script.display()))?;
     Ok(Program::Torch { python, script })
 }

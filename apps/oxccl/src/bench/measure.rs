@@ -143,7 +143,7 @@ impl Runner<'_> {
         for tensor in &mut tensors {
             self.set(tensor, |t| t.bytes_mut().fill(0))?;
         }
-        for _ in 0..self.plan.warmup {
+        for _ in 0..self.plan.warm_ups(row) {
             (tensors, _) = self.once(row, tensors)?;
         }
         let mut ns = Vec::new();
@@ -170,6 +170,12 @@ impl Runner<'_> {
             Op::AllGatherInto => &[part, row.count],
             Op::ReduceScatterInto => &[row.count, part],
             Op::AllToAllInto | Op::SendRecv => &[row.count, row.count],
+            // Rank 0 gets it back in another tensor, rank 1 returns the one that it gets, others have none.
+            Op::PingPong => match self.rank {
+                0 => &[row.count, row.count],
+                1 => &[row.count],
+                _ => &[],
+            },
             Op::Barrier => &[],
         };
         let make = |&count: &usize| match self.memory {
@@ -224,14 +230,55 @@ impl Runner<'_> {
         Ok((tensors, wrong))
     }
 
-    /// One blocking call, begun together with the other ranks: from the call to the result in this rank's hands.
+    /// One call, begun together with the other ranks: from the call to the result in this rank's hands.
     fn once(&mut self, row: Row, tensors: Vec<Tensor>) -> Result<(Vec<Tensor>, Duration)> {
+        if row.op == Op::PingPong {
+            self.gate()?;
+            let start = Instant::now();
+            let tensors = self.ping_pong(tensors)?;
+            return Ok((tensors, start.elapsed()));
+        }
         let call = self.call(row.op, tensors)?;
         self.gate()?;
         let start = Instant::now();
-        let completion = self.group.run_blocking(call, SubmitOptions::by(self.deadline))?;
-        let time = start.elapsed();
-        Ok((completion.tensors, time))
+        let tensors = self.end(call)?;
+        Ok((tensors, start.elapsed()))
+    }
+
+    /// Runs `call` to its end, blocking or submitted.
+    fn end(&self, call: Collective) -> Result<Vec<Tensor>> {
+        let options = SubmitOptions::by(self.deadline);
+        let completion = if self.plan.submit {
+            self.group.run(call, options)?.take()?
+        } else {
+            self.group.run_blocking(call, options)?
+        };
+        Ok(completion.tensors)
+    }
+
+    /// A message from rank 0 to rank 1 and back.
+    fn ping_pong(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let send = |tensor, peer| self.end(Collective::Send { tensor, peer, tag: 0 });
+        let receive = |tensor, peer| {
+            self.end(Collective::Recv {
+                tensor,
+                peer: Some(peer),
+                tag: 0,
+            })
+        };
+        let mut back = Vec::new();
+        for (n, tensor) in tensors.into_iter().enumerate() {
+            match (self.rank, n) {
+                (0, 0) => back.extend(send(tensor, 1)?),
+                (0, _) => back.extend(receive(tensor, 1)?),
+                _ => {
+                    for tensor in receive(tensor, 0)? {
+                        back.extend(send(tensor, 0)?);
+                    }
+                }
+            }
+        }
+        Ok(back)
     }
 
     /// Returns once every rank is here.
@@ -298,6 +345,12 @@ impl Runner<'_> {
                 }
             }
             Op::Barrier => Collective::Barrier,
+            Op::PingPong => {
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    "ping_pong is two calls, one after the other",
+                ));
+            }
         })
     }
 }

@@ -70,7 +70,7 @@ impl Pattern {
             Op::AllReduce => self.sum(i),
             Op::Reduce if self.rank == 0 => self.sum(i),
             Op::Reduce => self.value(self.rank, i),
-            Op::Broadcast => self.value(0, i),
+            Op::Broadcast | Op::PingPong => self.value(0, i),
             Op::AllGatherInto => self.value(i / self.part, i % self.part),
             Op::ReduceScatterInto => self.sum(own + i),
             Op::AllToAllInto => self.value(i / self.part, own + i % self.part),

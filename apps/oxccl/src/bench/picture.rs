@@ -270,6 +270,7 @@ mod tests {
         Line {
             op,
             bytes,
+            warmup: 0,
             count: 1,
             time_us,
             min_us: time_us * 0.9,

@@ -12,6 +12,11 @@ use serde::{Deserialize, Serialize};
 pub(super) const MAX_RANKS: u32 = 64;
 /// The largest size of one operation, in bytes.
 pub(super) const MAX_SIZE: u64 = 16 << 30;
+/// Warm-ups, where their number is not given: at least so many, then until so many bytes have moved, as a ring that ranks
+/// share is only then written all through, but no more than so many.
+pub(super) const WARM_UPS: u32 = 5;
+const WARM_BYTES: u64 = 4 << 20;
+const MOST_WARM_UPS: u32 = 1_000;
 
 /// An operation that can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,11 +30,13 @@ pub(super) enum Op {
     AllToAllInto,
     /// Every rank sends to the next and receives from the one before it.
     SendRecv,
+    /// A message from rank 0 to rank 1 and back; the time is half of it.
+    PingPong,
     Barrier,
 }
 
 impl Op {
-    pub(super) const ALL: [Self; 8] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::AllReduce,
         Self::Broadcast,
         Self::Reduce,
@@ -37,28 +44,42 @@ impl Op {
         Self::ReduceScatterInto,
         Self::AllToAllInto,
         Self::SendRecv,
+        Self::PingPong,
         Self::Barrier,
     ];
 
     pub(super) fn name(self) -> &'static str {
         match self {
+            Self::AllReduce => OpKind::AllReduce.name(),
+            Self::Broadcast => OpKind::Broadcast.name(),
+            Self::Reduce => OpKind::Reduce.name(),
+            Self::AllGatherInto => OpKind::AllGatherInto.name(),
+            Self::ReduceScatterInto => OpKind::ReduceScatterInto.name(),
+            Self::AllToAllInto => OpKind::AllToAllInto.name(),
             Self::SendRecv => "send_recv",
-            op => op.kind().name(),
+            Self::PingPong => "ping_pong",
+            Self::Barrier => OpKind::Barrier.name(),
         }
     }
 
-    /// The kind that a group must advertise.
-    fn kind(self) -> OpKind {
+    /// The kinds that a group must advertise.
+    fn kinds(self) -> &'static [OpKind] {
         match self {
-            Self::AllReduce => OpKind::AllReduce,
-            Self::Broadcast => OpKind::Broadcast,
-            Self::Reduce => OpKind::Reduce,
-            Self::AllGatherInto => OpKind::AllGatherInto,
-            Self::ReduceScatterInto => OpKind::ReduceScatterInto,
-            Self::AllToAllInto => OpKind::AllToAllInto,
-            Self::SendRecv => OpKind::Batch,
-            Self::Barrier => OpKind::Barrier,
+            Self::AllReduce => &[OpKind::AllReduce],
+            Self::Broadcast => &[OpKind::Broadcast],
+            Self::Reduce => &[OpKind::Reduce],
+            Self::AllGatherInto => &[OpKind::AllGatherInto],
+            Self::ReduceScatterInto => &[OpKind::ReduceScatterInto],
+            Self::AllToAllInto => &[OpKind::AllToAllInto],
+            Self::SendRecv => &[OpKind::Batch],
+            Self::PingPong => &[OpKind::Send, OpKind::Recv],
+            Self::Barrier => &[OpKind::Barrier],
         }
+    }
+
+    /// How often the bytes cross, one time after the other, in what is timed.
+    pub(super) fn trips(self) -> u32 {
+        if self == Self::PingPong { 2 } else { 1 }
     }
 
     fn reduces(self) -> bool {
@@ -79,15 +100,19 @@ impl Op {
         match self {
             Self::AllReduce => 2.0 * (n - 1.0) / n,
             Self::AllGatherInto | Self::ReduceScatterInto | Self::AllToAllInto => (n - 1.0) / n,
-            Self::Broadcast | Self::Reduce | Self::SendRecv | Self::Barrier => 1.0,
+            Self::Broadcast | Self::Reduce | Self::SendRecv | Self::PingPong | Self::Barrier => 1.0,
         }
     }
 
     /// Whether a backend can do it with sums of `dtype`; the error says why not.
     fn check(self, backend: &str, capabilities: &Capabilities, dtype: DType, ranks: u32) -> Result<()> {
         let refuse = |why: String| Err(Error::unsupported(why).with_op(self.name()));
-        if !capabilities.ops.contains(self.kind()) {
-            return refuse(format!("backend '{backend}' does not offer {}", self.kind()));
+        if let Some(kind) = self
+            .kinds()
+            .iter()
+            .find(|kind| !capabilities.ops.contains(**kind))
+        {
+            return refuse(format!("backend '{backend}' does not offer {kind}"));
         }
         if self == Self::Barrier {
             return Ok(());
@@ -98,7 +123,7 @@ impl Op {
         if self.reduces() && !capabilities.reduces(ReduceOp::Sum, dtype) {
             return refuse(format!("backend '{backend}' does not sum {dtype}"));
         }
-        if self == Self::SendRecv && ranks < 2 {
+        if matches!(self, Self::SendRecv | Self::PingPong) && ranks < 2 {
             return Err(Error::invalid("it needs at least 2 ranks").with_op(self.name()));
         }
         Ok(())
@@ -200,9 +225,13 @@ pub(super) struct Plan {
     /// The name of the element type.
     pub(super) dtype: String,
     pub(super) ranks: u32,
-    pub(super) warmup: u32,
+    /// None: by the bytes that a call moves.
+    pub(super) warmup: Option<u32>,
     pub(super) iters: u32,
     pub(super) check: bool,
+    /// Calls are submitted and waited for.
+    #[serde(default)]
+    pub(super) submit: bool,
     /// Every rank has one of the cores; they take turns.
     #[serde(default)]
     pub(super) bind: bool,
@@ -230,9 +259,10 @@ impl Plan {
             sizes,
             dtype: dtype.to_string(),
             ranks: 1,
-            warmup: 0,
+            warmup: Some(0),
             iters: 1,
             check: false,
+            submit: false,
             bind: false,
             alloc: false,
             row_limit_ms: u64::try_from(row_limit.as_millis()).unwrap_or(u64::MAX),
@@ -252,6 +282,14 @@ impl Plan {
 
     pub(super) fn dtype(&self) -> Result<DType> {
         self.dtype.parse()
+    }
+
+    /// Calls before the measured ones of a line.
+    pub(super) fn warm_ups(&self, row: Row) -> u32 {
+        self.warmup.unwrap_or_else(|| {
+            let calls = WARM_BYTES.div_ceil(row.bytes.max(1));
+            u32::try_from(calls).map_or(MOST_WARM_UPS, |calls| calls.clamp(WARM_UPS, MOST_WARM_UPS))
+        })
     }
 
     /// Until when a line that begins now must be done, on every rank.
@@ -351,6 +389,34 @@ mod tests {
     }
 
     #[test]
+    fn warm_ups_move_some_bytes_unless_their_number_is_given() {
+        let mut plan = Plan::new(
+            "x",
+            vec![Op::AllReduce],
+            vec![4],
+            DType::F32,
+            Duration::from_secs(1),
+        );
+        let of = |plan: &Plan, bytes: u64| {
+            let (op, count) = (Op::AllReduce, (bytes / 4) as usize);
+            plan.warm_ups(Row { op, count, bytes })
+        };
+        assert_eq!(of(&plan, 64 << 10), 0);
+        plan.warmup = Some(7);
+        assert_eq!(of(&plan, 4), 7);
+        plan.warmup = None;
+        for (bytes, calls) in [
+            (0, 1_000),
+            (4, 1_000),
+            (16 << 10, 256),
+            (1 << 20, 5),
+            (64 << 20, 5),
+        ] {
+            assert_eq!(of(&plan, bytes), calls, "{bytes}");
+        }
+    }
+
+    #[test]
     fn bus_factors_are_those_of_nccl_tests() {
         for (op, two, four) in [
             (Op::AllReduce, 1.0, 1.5),
@@ -360,6 +426,7 @@ mod tests {
             (Op::Broadcast, 1.0, 1.0),
             (Op::Reduce, 1.0, 1.0),
             (Op::SendRecv, 1.0, 1.0),
+            (Op::PingPong, 1.0, 1.0),
         ] {
             assert_eq!((op.bus_factor(2), op.bus_factor(4)), (two, four), "{op:?}");
         }

@@ -12,6 +12,8 @@ pub(super) struct Line {
     pub(super) op: &'static str,
     /// Bytes of the larger of the tensors of one rank.
     pub(super) bytes: u64,
+    /// Calls before the measured ones.
+    pub(super) warmup: u32,
     /// Elements of that tensor.
     pub(super) count: usize,
     /// Median over the iterations of the slowest rank's time, in microseconds.
@@ -48,7 +50,8 @@ pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times], before: &[Line]) -> R
         }
     }
     slowest.sort_unstable();
-    let us = |i: usize| slowest.get(i).map_or(0.0, |&ns| ns as f64 / 1000.0);
+    let per_trip = 1000.0 * f64::from(row.op.trips());
+    let us = |i: usize| slowest.get(i).map_or(0.0, |&ns| ns as f64 / per_trip);
     let time_us = (us((iters - 1) / 2) + us(iters / 2)) / 2.0;
     let algbw = if time_us > 0.0 {
         row.bytes as f64 / time_us / 1000.0
@@ -58,6 +61,7 @@ pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times], before: &[Line]) -> R
     Ok(Line {
         op: row.op.name(),
         bytes: row.bytes,
+        warmup: plan.warm_ups(row),
         count: row.count,
         time_us,
         min_us: us(0),
@@ -158,6 +162,11 @@ mod tests {
         let l = line(&plan(2), row, &[times(&[2000, 4000])], &[]).unwrap();
         assert_eq!(l.time_us, 3.0);
         assert!(line(&plan(2), row, &ranks, &[]).is_err());
+        let ping_pong = Row {
+            op: Op::PingPong,
+            ..row
+        };
+        assert_eq!(line(&plan(3), ping_pong, &ranks, &[]).unwrap().time_us, 4.0);
     }
 
     #[test]
