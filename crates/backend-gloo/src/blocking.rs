@@ -2,7 +2,8 @@
 //!
 //! A short message goes with its offer, and its receiver says that it has it: between ranks that share memory two hand-overs of a cache line, of
 //! which the second passes while the receiver goes on. For as long as a rank looks again anyway that is done there without any books (`quick`);
-//! whatever is not there by then, or is not the very next frame, goes the way of all messages.
+//! whatever is not there by then, or is not the very next frame, goes the way of all messages. A thread that waits for one that was submitted drives
+//! them, too.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ftcore::flight_recorder::Summary;
-use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, Work, deadline_in};
+use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::caller::{LOOK_AGAIN, outcome};
@@ -163,6 +164,24 @@ impl Shared {
         queue.channels.take_if(|channels| busy || !channels.is_idle())
     }
 
+    /// Drives the messages, if no other thread does, until what the caller waits for has `ended`, or `until`.
+    pub(crate) fn help_messages(&self, ended: &dyn Fn() -> bool, until: Instant) {
+        if time_left(until).is_zero() {
+            return;
+        }
+        let Some(channels) = self.take_busy_channels() else {
+            return;
+        };
+        let mut round = Round {
+            shared: self,
+            channels: Some(channels),
+        };
+        match self.deliver(&mut round, ended, Some(until)) {
+            Ok(()) => drop(round),
+            Err(error) => round.fail(error),
+        }
+    }
+
     /// Puts the channels back.
     pub(crate) fn give_back_channels(&self, channels: Box<Channels>, by: Taken) {
         let mut queue = self.lock();
@@ -251,29 +270,37 @@ impl Shared {
             (Err(error), Ok(channels)) => channels.submit(submission).and(Err(error)),
             (_, Err(error)) => Err(error),
         };
-        match begun.and_then(|()| self.deliver(&mut round, &work)) {
+        let ended = || !matches!(work.status(), Status::Pending);
+        match begun.and_then(|()| self.deliver(&mut round, &ended, None)) {
             Ok(()) => drop(round),
             Err(error) => round.fail(error),
         }
         outcome(&work)
     }
 
-    /// Drives the channels until `work` has ended.
-    fn deliver(&self, round: &mut Round<'_>, work: &Work) -> Result<()> {
+    /// Drives the channels until what is waited for has `ended`, or `until`.
+    fn deliver(&self, round: &mut Round<'_>, ended: &dyn Fn() -> bool, until: Option<Instant>) -> Result<()> {
         let mut waiter = Waiter::default();
         let channels = round.channels()?;
+        if let Some(error) = channels.failure.take() {
+            return Err(error);
+        }
         loop {
-            if channels.turn(self)? {
+            let moved = channels.turn(self)?;
+            if moved {
                 waiter.moved(channels, self);
-                if !matches!(work.status(), Status::Pending) {
-                    return Ok(());
-                }
+            }
+            if ended() || until.is_some_and(|until| time_left(until).is_zero()) {
+                waiter.moved(channels, self);
+                return Ok(());
+            }
+            if moved {
                 continue;
             }
             if waiter.is_slow() {
                 channels.check_deadlines()?;
             }
-            let due = channels.next_deadline();
+            let due = channels.next_deadline().into_iter().chain(until).min();
             waiter.wait(channels, self, due.unwrap_or_else(|| deadline_in(LOOK_AGAIN)))?;
         }
     }

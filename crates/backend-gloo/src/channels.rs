@@ -190,7 +190,8 @@ pub(crate) struct Channels {
 impl Channels {
     /// `apart`: the ranks of this host have a core each.
     pub(crate) fn new(place: Place, channels: Vec<Option<Channel>>, apart: bool) -> Self {
-        let spins = SpinBudget::of(channels.iter().flatten().count(), apart).spins();
+        let spin_budget = SpinBudget::of(channels.iter().flatten().count(), apart);
+        let spins = spin_budget.spins();
         let one_host = place.one_host;
         let split = |channel: Option<Channel>| match channel {
             Some(Channel(inbox, outbox)) => (Some(inbox), Some(outbox)),
@@ -205,6 +206,7 @@ impl Channels {
             ends: (0..place.world).map(|_| End::default()).collect(),
             fates: 0,
             spin_budget: match one_host {
+                true if spins => spin_budget,
                 true => SpinBudget::yielding(YIELDS),
                 false => SpinBudget::with_sockets(),
             },

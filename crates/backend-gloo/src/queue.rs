@@ -413,13 +413,18 @@ impl Shared {
                 shared.abort(reason);
             }
         };
+        let ended = Arc::new(AtomicBool::new(false));
+        let seen = ended.clone();
         let (work, completer) = driven_work_pair(kind, deadline, abort, move |until| {
-            if let (Some(seq), Some(shared)) = (seq, to_drive.upgrade()) {
-                shared.help(seq, until);
+            match (to_drive.upgrade(), seq) {
+                (Some(shared), Some(seq)) => shared.help(seq, until),
+                (Some(shared), None) => shared.help_messages(&|| seen.load(Ordering::Acquire), until),
+                (None, _) => {}
             }
         });
-        if let Some(seq) = seq {
-            completer.numbered(seq);
+        match seq {
+            Some(seq) => completer.numbered(seq),
+            None => work.on_complete(move |_| ended.store(true, Ordering::Release)),
         }
         (work, completer)
     }
