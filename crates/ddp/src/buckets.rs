@@ -6,7 +6,7 @@
 //! Buckets are sent strictly in their order, which follows from the slots and what was learnt alone and is the same on all
 //! replicas, whatever the order of the pushes.
 //!
-//! The order is learnt with the first step: each contributor sends the position of every slot among its pushes, the sum over
+//! The order is learnt with the first step: each contributor sends the position of every slot among its pushes, the mean over
 //! them is the same on all replicas, and the slots are dealt anew by it once the step has committed. From then on it is a part of the
 //! state, so that one that heals deals as the others do.
 
@@ -179,16 +179,18 @@ impl BucketPlan {
         Ok(())
     }
 
-    /// Takes the sum of what [`Sink::finish`] sent of the order out of the reduced buckets, if it is there, and deals by it.
+    /// Takes the mean of the positions that [`Sink::finish`] sent out of the reduced buckets, if it is there, and deals by it. A quantised group
+    /// rounds it, to the same values on all replicas.
     pub(crate) fn learn(&mut self, reduced: &mut Vec<Tensor>) -> Result<()> {
         if reduced.len() <= self.buckets.len() {
             return Ok(());
         }
-        let sums = reduced.pop();
-        let sums = sums.as_ref().map_or(Ok(&[][..]), Tensor::as_slice::<i32>)?;
+        let means = reduced.pop();
+        let means = means.as_ref().map_or(Ok(&[][..]), Tensor::as_slice::<f32>)?;
         let mut order: Vec<usize> = (0..self.slots.len()).rev().collect();
-        // Stable: where no order was sent, that of the slots stays.
-        order.sort_by_key(|&slot| sums.get(slot).copied());
+        // Stable: what is equal stays in the order in which it was dealt.
+        let mean = |slot: &usize| means.get(*slot).copied().unwrap_or(f32::INFINITY);
+        order.sort_by(|a, b| mean(a).total_cmp(&mean(b)));
         self.follow(Some(order))
     }
 
@@ -204,10 +206,7 @@ impl BucketPlan {
         learns: bool,
         under_way: &UnderWay,
     ) -> Vec<ManagedWork> {
-        let positions = Slot {
-            dtype: DType::I32,
-            count: self.slots.len(),
-        };
+        let positions = Slot::f32(self.slots.len());
         let all = self.buckets.iter().chain(Some(&positions).filter(|_| learns));
         all.map(|b| under_way.send(replica, Tensor::zeros(b.dtype, b.count)))
             .collect()
@@ -509,7 +508,7 @@ impl<'a> Sink<'a> {
     }
 
     /// Of each slot, if the order is to be learnt: how many were pushed before it. Those that were not come last, in the order of the slots.
-    fn positions(&mut self) -> Option<Vec<i32>> {
+    fn positions(&mut self) -> Option<Vec<f32>> {
         let mut order = self.order.take()?;
         let pushed = &self.pushed;
         order.extend(
@@ -517,10 +516,10 @@ impl<'a> Sink<'a> {
                 .rev()
                 .filter(|&slot| pushed.get(slot) == Some(&false)),
         );
-        let mut positions = vec![0; order.len()];
+        let mut positions = vec![0.0; order.len()];
         for (at, slot) in order.into_iter().enumerate() {
             if let Some(position) = positions.get_mut(slot) {
-                *position = i32::try_from(at).unwrap_or(i32::MAX);
+                *position = at as f32;
             }
         }
         Some(positions)

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{DType, ReduceOp, Tensor};
+use ftcore::{ReduceOp, Tensor};
 use replica::{ManagedWork, Replica};
 
 #[derive(Default)]
@@ -34,14 +34,10 @@ impl Clock {
 pub(crate) struct UnderWay(Arc<Mutex<Clock>>);
 
 impl UnderWay {
-    /// Sends a bucket to be averaged, or what the order is learnt from to be added up.
+    /// Sends a bucket to be averaged.
     pub(crate) fn send(&self, replica: &mut dyn Replica, bucket: Tensor) -> ManagedWork {
-        let op = match bucket.dtype() {
-            DType::I32 => ReduceOp::Sum,
-            _ => ReduceOp::Avg,
-        };
         let begun = Instant::now();
-        let managed = replica.all_reduce(vec![bucket], op);
+        let managed = replica.all_reduce(vec![bucket], ReduceOp::Avg);
         if let Ok(work) = managed.work() {
             self.with(|clock| clock.sent(begun));
             let clock = Self(self.0.clone());

@@ -10,7 +10,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use ftcore::{DType, ErrorKind, Result, Tensor};
+use ftcore::{ErrorKind, Result, Tensor};
 use oxccl_ddp::{Ddp, DdpConfig, Sink, Slot};
 use replica::StateDict;
 use training_rig::{Nothing, ScriptedReplica, Source};
@@ -18,23 +18,21 @@ use training_rig::{Nothing, ScriptedReplica, Source};
 /// The values of each bucket that was sent, and of each order.
 type Sent = Rc<RefCell<Vec<Vec<f32>>>>;
 
-/// A replica beside another one that sends the same gradients, and came to them in the order `other`: positions by slot, if it tells.
-fn beside(other: Option<[i32; 3]>) -> (ScriptedReplica, Sent) {
+/// A replica beside another one that sends the same gradients, and came to them in the order `other`: positions by slot, or the same ones.
+fn beside(other: Option<[f32; 3]>) -> (ScriptedReplica, Sent) {
     let sent = Sent::default();
     let seen = sent.clone();
-    let replica = ScriptedReplica::of_tensors(move |_, mut tensors| {
-        for tensor in &mut tensors {
-            if tensor.dtype() == DType::I32 {
-                let own = tensor.as_mut_slice::<i32>().unwrap();
-                seen.borrow_mut().push(own.iter().map(|v| *v as f32).collect());
-                for (own, other) in own.iter_mut().zip(other.into_iter().flatten()) {
-                    *own += other;
-                }
-            } else {
-                seen.borrow_mut().push(tensor.as_slice::<f32>().unwrap().to_vec());
-            }
+    let replica = ScriptedReplica::by_step(move |_, own| {
+        seen.borrow_mut().push(own.to_vec());
+        match other {
+            // Gradients come in buckets of two.
+            Some(other) if own.len() == other.len() => own
+                .iter()
+                .zip(other)
+                .map(|(own, other)| (own + other) / 2.0)
+                .collect(),
+            _ => own.to_vec(),
         }
-        tensors
     });
     (replica, sent)
 }
@@ -103,14 +101,14 @@ fn from_the_second_step_on_each_bucket_leaves_with_the_push_that_fills_it_whatev
 
 #[test]
 fn replicas_that_came_in_different_orders_deal_by_the_mean_of_them() {
-    let (replica, sent) = beside(Some([2, 1, 0]));
+    let (replica, sent) = beside(Some([2.0, 1.0, 0.0]));
     let mut d = made(replica);
     step(&mut d, &sent, &[1, 2, 0]);
     // Positions 2, 0, 1 here and 2, 1, 0 there: slots 1 and 2 are equal, and go as they were dealt before.
     step(&mut d, &sent, &[1, 2, 0]);
     assert_eq!(*sent.borrow(), [[3.0; 2], [2.0; 2], [1.0; 2]]);
     // The other one came earlier to slot 0 than this one came late to it.
-    let (replica, sent) = beside(Some([0, 4, 5]));
+    let (replica, sent) = beside(Some([0.0, 4.0, 5.0]));
     let mut d = made(replica);
     step(&mut d, &sent, &[1, 2, 0]);
     step(&mut d, &sent, &[1, 2, 0]);
@@ -155,7 +153,7 @@ fn a_replica_that_heals_deals_as_its_source_does_and_so_does_one_that_comes_back
 
 #[test]
 fn a_replica_that_heals_into_the_step_that_learns_sends_zeros_for_the_order_and_learns_that_of_the_others() {
-    let (mut replica, sent) = beside(Some([1, 0, 2]));
+    let (mut replica, sent) = beside(Some([1.0, 0.0, 2.0]));
     replica.heal = Some(Source::Now(0, StateDict::new()));
     let mut d = made(replica);
     d.step_with(&mut Nothing, |_, _, _| panic!("it healed"), |_, _| Ok(()))
