@@ -8,7 +8,7 @@ use ftcore::Result;
 use oxccl_candle::candle_error;
 
 use crate::data_parallel::{Model, train};
-use crate::digits::{Digits, Mlp};
+use crate::digits::{Digits, Mlp, MlpConfig};
 use crate::drive::NetArgs;
 use crate::program::Training;
 use crate::replica::Place;
@@ -23,6 +23,9 @@ pub struct DdpArgs {
     /// Images per batch and replica; its ranks share them.
     #[arg(long, default_value_t = 32)]
     pub batch: usize,
+    /// The classifier.
+    #[command(flatten)]
+    pub model: MlpConfig,
     /// Learning rate of AdamW.
     #[arg(long, default_value_t = 1e-3)]
     pub lr: f32,
@@ -42,9 +45,11 @@ impl Training for DdpArgs {
   oxccl launch --credentials job1 --lighthouse https://HOST:29510 --total-replicas 2 --first-replica 0 -- train_ddp replica --bind 0.0.0.0:0";
 
     fn to_args(&self) -> Vec<String> {
-        let pairs: [(&str, String); 4] = [
+        let pairs: [(&str, String); 6] = [
             ("--steps", self.steps.to_string()),
             ("--batch", self.batch.to_string()),
+            ("--hidden", self.model.hidden.to_string()),
+            ("--layers", self.model.layers.to_string()),
             ("--lr", self.lr.to_string()),
             ("--seed", self.seed.to_string()),
         ];
@@ -66,7 +71,7 @@ impl Training for DdpArgs {
         if ranks > 1 {
             batch.part(0, ranks)?;
         }
-        Ok(Mlp::new(self.seed)?.params().total())
+        Ok(Mlp::new(self.model, self.seed)?.params().total())
     }
 
     fn steps(&self) -> i64 {
@@ -90,16 +95,18 @@ fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()
     let mut place = Place::take(net)?;
     let (shard, replicas) = (place.env.replica as usize, place.env.replicas as usize);
     let digits = Digits::embedded(args.seed)?;
-    let model = Mlp::new(args.seed)?;
+    let model = Mlp::new(args.model, args.seed)?;
     let identity = args.identity(net, place.env.ranks)?;
     let manager = place.manager(net, checkpoints, &identity, args.steps)?;
-    // Two buckets or more, so that a step has an inside to be killed in.
+    // Two buckets or more, so that a step has an inside to be killed in. What leaves last is hidden behind nothing: a sixteenth.
+    let defaults = DdpConfig::default();
+    let bucket = (model.params().total() / 16).clamp(1 << 12, defaults.bucket_elements);
     let config = DdpConfig {
-        first_bucket_elements: 1 << 10,
-        bucket_elements: 1 << 12,
+        first_bucket_elements: bucket / 4,
+        bucket_elements: bucket,
         steps: Some(args.steps),
         step_timeout: Duration::from_secs(300),
-        ..DdpConfig::default()
+        ..defaults
     };
     let optimizer = AdamW::new(args.lr, 0.01);
     let params = model.params().clone();
@@ -109,14 +116,14 @@ fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()
         Model { params, optimizer },
         config,
         |_| args.lr,
-        |step, ranks| {
+        |step, ranks, segments| {
             let batch = digits.batch(shard, replicas, step, args.batch)?;
             let batch = if ranks.are_several() {
                 batch.part(ranks.rank(), ranks.size())?
             } else {
                 batch
             };
-            Ok((model.loss(&batch)?, batch.len()))
+            Ok((model.loss_in(segments, &batch)?, batch.len()))
         },
         || {
             let test = digits.test();

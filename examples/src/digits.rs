@@ -8,7 +8,7 @@ use std::io::Read;
 use candle_core::{D, Device, Tensor, Var};
 use candle_nn::loss::cross_entropy;
 use ftcore::{Error, ErrorKind, Result};
-use oxccl_candle::{ParamSet, candle_error};
+use oxccl_candle::{ParamSet, Segments, candle_error};
 
 use crate::rng::Rng;
 use crate::text::even_part;
@@ -174,29 +174,58 @@ impl Digits {
     }
 }
 
-/// A classifier with one hidden layer: 64 pixels, 64 hidden units with ReLU, 10 digits; 4,810 parameters.
+/// The shape of a classifier. The default has 4,810 parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
+pub struct MlpConfig {
+    /// Units of a hidden layer.
+    #[arg(long, default_value_t = 64)]
+    pub hidden: usize,
+    /// Hidden layers.
+    #[arg(long, default_value_t = 1)]
+    pub layers: usize,
+}
+
+impl Default for MlpConfig {
+    fn default() -> Self {
+        Self {
+            hidden: 64,
+            layers: 1,
+        }
+    }
+}
+
+/// A classifier: 64 pixels, hidden layers with ReLU, 10 digits.
 pub struct Mlp {
     params: ParamSet,
-    layers: [(Var, Var); 2],
+    hidden: Vec<(Var, Var)>,
+    output: (Var, Var),
 }
 
 impl Mlp {
-    /// A model with weights drawn from `seed`: equal seeds give equal bits.
-    pub fn new(seed: u64) -> Result<Self> {
-        const HIDDEN: usize = 64;
+    /// A model with weights drawn from `seed`: equal shapes and seeds give equal bits. Errors: a shape with a zero.
+    pub fn new(config: MlpConfig, seed: u64) -> Result<Self> {
+        let MlpConfig { hidden, layers } = config;
+        if hidden == 0 || layers == 0 {
+            return Err(Error::invalid(format!(
+                "a classifier needs hidden and layers of at least 1, not {hidden}, {layers}"
+            )));
+        }
         let mut w = Weights::new(seed);
         let mut layer = |name: &str, inputs: usize, outputs: usize| -> Result<(Var, Var)> {
             let deviation = (2.0 / inputs as f32).sqrt();
             let weight = w.normal(&format!("{name}.weight"), inputs, outputs, deviation)?;
             Ok((weight, w.constant(&format!("{name}.bias"), outputs, 0.0)?))
         };
-        let layers = [
-            layer("hidden", FEATURES, HIDDEN)?,
-            layer("output", HIDDEN, CLASSES)?,
-        ];
+        let hidden_layers = (0..layers).map(|i| match i {
+            0 => layer("hidden", FEATURES, hidden),
+            _ => layer(&format!("hidden.{i}"), hidden, hidden),
+        });
+        let hidden_layers = hidden_layers.collect::<Result<_>>()?;
+        let output = layer("output", hidden, CLASSES)?;
         Ok(Self {
             params: w.finish()?,
-            layers,
+            hidden: hidden_layers,
+            output,
         })
     }
 
@@ -212,9 +241,22 @@ impl Mlp {
 
     /// The mean cross entropy of `images`, in nats, as a scalar tensor to call `backward` on. Errors: no images.
     pub fn loss(&self, images: &Images) -> Result<Tensor> {
+        self.loss_with(images, Ok)
+    }
+
+    /// [`loss`](Self::loss) with a cut behind each hidden layer, for `ParamSet::backward`. Errors: no images.
+    pub fn loss_in(&self, segments: &mut Segments, images: &Images) -> Result<Tensor> {
+        self.loss_with(images, |x| segments.cut(&x))
+    }
+
+    fn loss_with(
+        &self,
+        images: &Images,
+        cut: impl FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
         let run = || {
             cross_entropy(
-                &self.logits(images)?,
+                &self.logits(images, cut)?,
                 &Tensor::from_slice(images.labels(), images.len(), &Device::Cpu)?,
             )
         };
@@ -225,20 +267,23 @@ impl Mlp {
     /// The part of `images` whose digit is recognised, 0..=1. Errors: no images.
     pub fn accuracy(&self, images: &Images) -> Result<f32> {
         not_empty(images)?;
-        let run = || self.logits(images)?.argmax(D::Minus1)?.to_vec1::<u32>();
+        let run = || self.logits(images, Ok)?.argmax(D::Minus1)?.to_vec1::<u32>();
         let seen = run().map_err(|e| candle_error("the classifier's forward pass", e))?;
         let right = seen.iter().zip(images.labels()).filter(|(a, b)| a == b).count();
         Ok(right as f32 / images.len() as f32)
     }
 
-    fn logits(&self, images: &Images) -> candle_core::Result<Tensor> {
-        let x = Tensor::from_slice(images.pixels(), (images.len(), FEATURES), &Device::Cpu)?;
-        let [(w1, b1), (w2, b2)] = &self.layers;
-        x.matmul(w1)?
-            .broadcast_add(b1)?
-            .relu()?
-            .matmul(w2)?
-            .broadcast_add(b2)
+    fn logits(
+        &self,
+        images: &Images,
+        mut cut: impl FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Tensor> {
+        let mut x = Tensor::from_slice(images.pixels(), (images.len(), FEATURES), &Device::Cpu)?;
+        for (weight, bias) in &self.hidden {
+            x = cut(x.matmul(weight)?.broadcast_add(bias)?.relu()?)?;
+        }
+        let (weight, bias) = &self.output;
+        x.matmul(weight)?.broadcast_add(bias)
     }
 }
 
@@ -322,7 +367,7 @@ mod tests {
     #[test]
     fn the_classifier_has_all_gradients_and_learns_to_read_most_digits_in_a_few_hundred_steps() {
         let digits = Digits::embedded(5).unwrap();
-        let mut model = Mlp::new(5).unwrap();
+        let mut model = Mlp::new(MlpConfig::default(), 5).unwrap();
         assert_eq!(model.params().total(), 4810);
         let grads = model
             .loss(&digits.batch(0, 1, 0, 32).unwrap())
@@ -345,12 +390,44 @@ mod tests {
     fn the_same_seed_gives_bit_for_bit_the_same_losses() {
         let digits = Digits::embedded(6).unwrap();
         let run = || {
-            let mut model = Mlp::new(6).unwrap();
+            let mut model = Mlp::new(MlpConfig::default(), 6).unwrap();
             (0..10)
                 .map(|s| sgd_step(&mut model, &digits.batch(0, 1, s, 16).unwrap(), 0.1).to_bits())
                 .collect::<Vec<_>>()
         };
         assert_eq!(run(), run());
+    }
+
+    #[test]
+    fn a_backward_pass_in_segments_has_the_bits_of_one_pass() {
+        let images = Digits::embedded(7).unwrap().batch(0, 1, 0, 16).unwrap();
+        let config = MlpConfig {
+            hidden: 24,
+            layers: 3,
+        };
+        let model = Mlp::new(config, 7).unwrap();
+        let whole = model.params().gradients_of(Ok(model.loss(&images).unwrap()));
+        let mut segments = Segments::new();
+        let loss = model.loss_in(&mut segments, &images).unwrap();
+        let mut order = Vec::new();
+        let mut parts = vec![Vec::new(); model.params().len()];
+        model
+            .params()
+            .backward(&loss, segments, |i, gradient| {
+                order.push(i);
+                parts[i] = gradient.iter().map(|v| v.to_bits()).collect();
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(order, [7, 6, 5, 4, 3, 2, 1, 0]);
+        let bits = |gradients: Vec<Vec<f32>>| -> Vec<Vec<u32>> {
+            gradients
+                .iter()
+                .map(|g| g.iter().map(|v| v.to_bits()).collect())
+                .collect()
+        };
+        assert_eq!(bits(whole.unwrap()), parts);
+        assert!(Mlp::new(MlpConfig { layers: 0, ..config }, 7).is_err());
     }
 
     #[test]

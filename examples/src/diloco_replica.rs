@@ -13,7 +13,7 @@ use manager::{Manager, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
-use crate::data_parallel::{Model, gradients, train};
+use crate::data_parallel::{Model, train};
 use crate::drive::NetArgs;
 use crate::program::Training;
 use crate::ranks::InStep;
@@ -275,9 +275,9 @@ fn run_data_parallel(args: &DilocoArgs, mut place: Place, manager: InStep<Manage
         Model { params, optimizer },
         config,
         |step| args.lr_at(step),
-        |step, ranks| {
+        |step, ranks, segments| {
             let batch = sampler.batch(shard, step)?.part(ranks.rank(), ranks.size())?;
-            Ok((model.loss(&batch)?, batch.tokens().len()))
+            Ok((model.loss_in(segments, &batch)?, batch.tokens().len()))
         },
         || Ok((model.mean_loss(&sampler.held_out(HELD_OUT_BATCHES)?)?, None)),
     )
@@ -356,7 +356,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
         inner.optimizer.lr = args.lr_at(inner.step);
         inner.optimizer.begin_step();
         if ranks.are_several() {
-            let mut means = gradients(params, &grads)?;
+            let mut means = params.gradients(&grads)?;
             ranks.average(&mut means, &mut value)?;
             for (i, g) in means.iter().enumerate() {
                 params.with_slice_mut(i, |w| inner.optimizer.update(i, w, g))??;
@@ -368,7 +368,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
         }
         inner.step += 1;
         recent.push(value);
-        place.inner_step(begun, inner.step, value, batch.tokens().len());
+        place.inner_step(begun.elapsed(), inner.step, value, batch.tokens().len());
         place.step.store(diloco.step(), Ordering::Release);
         let syncs = diloco.next_step_syncs();
         if syncs {

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ftcore::{Device, Error, ErrorKind, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
@@ -122,9 +122,8 @@ impl Place {
         }
     }
 
-    /// Counts one inner step that began at `begun`.
-    pub fn inner_step(&mut self, begun: Instant, inner_step: u64, loss: f32, samples: usize) {
-        let took = begun.elapsed();
+    /// Counts one inner step, which took so long.
+    pub fn inner_step(&mut self, took: Duration, inner_step: u64, loss: f32, samples: usize) {
         self.inner += took;
         self.inner_steps += 1;
         if !self.ranks.is_first() {

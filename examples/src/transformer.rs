@@ -8,7 +8,7 @@
 use candle_core::{D, Device, Tensor, Var};
 use candle_nn::{loss::cross_entropy, ops};
 use ftcore::{Error, Result};
-use oxccl_candle::{ParamSet, candle_error};
+use oxccl_candle::{ParamSet, Segments, candle_error};
 
 use crate::text::Batch;
 use crate::weights::Weights;
@@ -236,6 +236,19 @@ impl Gpt {
     /// The mean cross entropy per byte of `batch`, in nats, as a scalar tensor to call `backward` on. Errors: a window
     /// longer than the model's, an empty batch.
     pub fn loss(&self, batch: &Batch) -> Result<Tensor> {
+        self.loss_with(batch, Ok)
+    }
+
+    /// [`loss`](Self::loss) with a cut before each block and behind the last, for `ParamSet::backward`. Errors: as there.
+    pub fn loss_in(&self, segments: &mut Segments, batch: &Batch) -> Result<Tensor> {
+        self.loss_with(batch, |x| segments.cut(&x))
+    }
+
+    fn loss_with(
+        &self,
+        batch: &Batch,
+        cut: impl FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
         if batch.seq() > self.config.seq || batch.rows() == 0 {
             return Err(Error::invalid(format!(
                 "a batch of {} windows of {} bytes does not fit a model for windows of up to {} bytes",
@@ -244,7 +257,7 @@ impl Gpt {
                 self.config.seq
             )));
         }
-        self.forward(batch)
+        self.forward(batch, cut)
             .map_err(|e| candle_error("the model's forward pass", e))
     }
 
@@ -264,7 +277,11 @@ impl Gpt {
         Ok((sum / batches.len() as f64) as f32)
     }
 
-    fn forward(&self, batch: &Batch) -> candle_core::Result<Tensor> {
+    fn forward(
+        &self,
+        batch: &Batch,
+        mut cut: impl FnMut(Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Tensor> {
         let (rows, seq, d) = (batch.rows(), batch.seq(), self.config.d_model);
         let shape = Heads {
             rows,
@@ -276,11 +293,11 @@ impl Gpt {
         let targets = Tensor::from_slice(batch.targets(), rows * seq, &Device::Cpu)?;
         let mask = self.mask.narrow(0, 0, seq)?.narrow(1, 0, seq)?;
         let x = self.token.index_select(&tokens, 0)?.reshape((rows, seq, d))?;
-        let mut x = x
+        let mut x = cut(x
             .broadcast_add(&self.position.narrow(0, 0, seq)?)?
-            .reshape((rows * seq, d))?;
+            .reshape((rows * seq, d))?)?;
         for block in &self.blocks {
-            x = block.forward(&x, shape, &mask)?;
+            x = cut(block.forward(&x, shape, &mask)?)?;
         }
         cross_entropy(&self.head.forward(&self.norm.forward(&x)?)?, &targets)
     }
@@ -337,6 +354,32 @@ mod tests {
                 "{name}: {largest}"
             );
             assert!(largest.is_finite(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_backward_pass_in_segments_has_the_bits_of_one_pass() {
+        let (model, batch) = (Gpt::new(TINY, 1).unwrap(), tiny_batch());
+        let whole = model.params().gradients_of(Ok(model.loss(&batch).unwrap()));
+        let mut segments = Segments::new();
+        let loss = model.loss_in(&mut segments, &batch).unwrap();
+        let mut order = Vec::new();
+        let mut parts = vec![Vec::new(); model.params().len()];
+        model
+            .params()
+            .backward(&loss, segments, |i, gradient| {
+                order.push(i);
+                parts[i] = gradient.iter().map(|v| v.to_bits()).collect();
+                Ok(())
+            })
+            .unwrap();
+        assert!(
+            order.is_sorted_by(|a, b| a > b),
+            "the last layer first: {order:?}"
+        );
+        for (i, (whole, part)) in whole.unwrap().iter().zip(&parts).enumerate() {
+            let whole: Vec<u32> = whole.iter().map(|v| v.to_bits()).collect();
+            assert_eq!(whole, *part, "{}", model.params().name(i));
         }
     }
 

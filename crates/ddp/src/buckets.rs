@@ -1,15 +1,22 @@
 //! Which part of which gradient travels in which bucket, and the buckets as they fill.
 //!
 //! A backward pass makes the last parameter's gradient first, so the slots are dealt to buckets from the last to the
-//! first; buckets hold one dtype each, the first of a dtype is small so that communication starts early. What does not
-//! fit into a bucket goes on in the next one: nothing is left out (L04). Buckets are sent strictly in their order, which
-//! follows from the slots alone and is the same on all replicas, whatever the order of the pushes.
+//! first, until the order in which they really come is learnt; buckets hold one dtype each, the first of a dtype is small
+//! so that communication starts early. What does not fit into a bucket goes on in the next one: nothing is left out (L04).
+//! Buckets are sent strictly in their order, which follows from the slots and what was learnt alone and is the same on all
+//! replicas, whatever the order of the pushes.
+//!
+//! The order is learnt with the first step: each contributor sends the position of every slot among its pushes, the mean over
+//! them is the same on all replicas, and the slots are dealt anew by it once the step has committed. From then on it is a part of the
+//! state, so that one that heals deals as the others do.
 
 use std::collections::BTreeMap;
 
-use ftcore::{DType, Element, Error, ErrorKind, ReduceOp, Result, Tensor, copy_bytes};
+use ftcore::{DType, Element, Error, ErrorKind, Result, Tensor, copy_bytes};
 use half::{bf16, f16};
 use replica::{ManagedWork, Participation, Replica, Spare};
+
+use crate::under_way::UnderWay;
 
 /// One gradient's place. The list of slots is the same on every replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +50,10 @@ struct Piece {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BucketPlan {
     slots: Vec<Slot>,
+    /// The sizes of the first bucket of a dtype and of the others, in elements.
+    sizes: (usize, usize),
+    /// The slots in the order in which their gradients come, once it is learnt.
+    order: Option<Vec<usize>>,
     pieces: Vec<Vec<Piece>>,
     buckets: Vec<Slot>,
 }
@@ -56,19 +67,41 @@ struct Open {
 impl BucketPlan {
     /// `first` and `rest` are the sizes of the first bucket of a dtype and of the others, in elements, at least 1.
     pub(crate) fn new(slots: &[Slot], first: usize, rest: usize) -> Result<Self> {
+        let is_gradient = |s: &&Slot| matches!(s.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
+        if let Some(other) = slots.iter().find(|s| !is_gradient(s)) {
+            return Err(Error::invalid(format!(
+                "gradients are f64, f32, f16 or bf16, not {}",
+                other.dtype
+            )));
+        }
+        let mut plan = Self {
+            slots: slots.to_vec(),
+            sizes: (first, rest),
+            order: None,
+            pieces: Vec::new(),
+            buckets: Vec::new(),
+        };
+        plan.deal();
+        Ok(plan)
+    }
+
+    /// Deals the slots to buckets.
+    fn deal(&mut self) {
+        let (first, rest) = self.sizes;
         let mut open: BTreeMap<DType, Open> = BTreeMap::new();
         let mut buckets: Vec<Slot> = Vec::new();
         // The turn in which a bucket got its last piece: it can be sent after that.
         let mut full_at: Vec<usize> = Vec::new();
-        let mut pieces = vec![Vec::new(); slots.len()];
+        let mut pieces = vec![Vec::new(); self.slots.len()];
         let mut turn = 0;
-        for (slot, own) in slots.iter().zip(&mut pieces).rev() {
-            if !matches!(slot.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
-                return Err(Error::invalid(format!(
-                    "gradients are f64, f32, f16 or bf16, not {}",
-                    slot.dtype
-                )));
-            }
+        let order = self
+            .order
+            .clone()
+            .unwrap_or_else(|| (0..self.slots.len()).rev().collect());
+        for index in order {
+            let (Some(slot), Some(own)) = (self.slots.get(index), pieces.get_mut(index)) else {
+                continue;
+            };
             let mut from = 0;
             while from < slot.count {
                 let is_first = !open.contains_key(&slot.dtype);
@@ -111,11 +144,54 @@ impl BucketPlan {
         for piece in pieces.iter_mut().flatten() {
             piece.bucket = position.get(piece.bucket).copied().unwrap_or(0);
         }
-        Ok(Self {
-            slots: slots.to_vec(),
-            pieces,
-            buckets: order.iter().filter_map(|&b| buckets.get(b).copied()).collect(),
-        })
+        self.pieces = pieces;
+        self.buckets = order.iter().filter_map(|&b| buckets.get(b).copied()).collect();
+    }
+
+    /// The order that was learnt.
+    pub(crate) fn order(&self) -> Option<&[usize]> {
+        self.order.as_deref()
+    }
+
+    /// True while there is an order to learn: a single bucket leaves at the end in any.
+    pub(crate) fn is_new(&self) -> bool {
+        self.order.is_none() && self.buckets.len() > 1
+    }
+
+    /// Deals by an order that other replicas, or this one before, have learnt; `None`: by that of the slots.
+    ///
+    /// Errors: `InvalidArgument` if it is not one of these slots.
+    pub(crate) fn follow(&mut self, order: Option<Vec<usize>>) -> Result<()> {
+        if let Some(order) = &order {
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            if !sorted.iter().copied().eq(0..self.slots.len()) {
+                return Err(Error::invalid(format!(
+                    "the order of the gradients is not one of {} slots: {order:?}",
+                    self.slots.len()
+                )));
+            }
+        }
+        if order != self.order {
+            self.order = order;
+            self.deal();
+        }
+        Ok(())
+    }
+
+    /// Takes the mean of the positions that [`Sink::finish`] sent out of the reduced buckets, if it is there, and deals by it. A quantised group
+    /// rounds it, to the same values on all replicas.
+    pub(crate) fn learn(&mut self, reduced: &mut Vec<Tensor>) -> Result<()> {
+        if reduced.len() <= self.buckets.len() {
+            return Ok(());
+        }
+        let means = reduced.pop();
+        let means = means.as_ref().map_or(Ok(&[][..]), Tensor::as_slice::<f32>)?;
+        let mut order: Vec<usize> = (0..self.slots.len()).rev().collect();
+        // Stable: what is equal stays in the order in which it was dealt.
+        let mean = |slot: &usize| means.get(*slot).copied().unwrap_or(f32::INFINITY);
+        order.sort_by(|a, b| mean(a).total_cmp(&mean(b)));
+        self.follow(Some(order))
     }
 
     /// The number of slots.
@@ -123,10 +199,17 @@ impl BucketPlan {
         self.slots.len()
     }
 
-    /// Sends every bucket as zeros: what a replica sends that does not contribute.
-    pub(crate) fn send_zeros(&self, replica: &mut dyn Replica) -> Vec<ManagedWork> {
-        let zeros = |b: &Slot| replica.all_reduce(vec![Tensor::zeros(b.dtype, b.count)], ReduceOp::Avg);
-        self.buckets.iter().map(zeros).collect()
+    /// Sends every bucket as zeros: what a replica sends that does not contribute. `learns`: in a step that learns the order.
+    pub(crate) fn send_zeros(
+        &self,
+        replica: &mut dyn Replica,
+        learns: bool,
+        under_way: &UnderWay,
+    ) -> Vec<ManagedWork> {
+        let positions = Slot::f32(self.slots.len());
+        let all = self.buckets.iter().chain(Some(&positions).filter(|_| learns));
+        all.map(|b| under_way.send(replica, Tensor::zeros(b.dtype, b.count)))
+            .collect()
     }
 
     /// The slots' tensors out of the buckets', in those of an earlier step if there are any.
@@ -164,10 +247,15 @@ fn memory(places: &[Slot], earlier: Vec<Tensor>) -> Vec<Tensor> {
 }
 
 /// Sends a copy of `bucket`, which is kept: the attempt may be lost.
-pub(crate) fn average(spare: &mut Spare, replica: &mut dyn Replica, bucket: &Tensor) -> ManagedWork {
+pub(crate) fn average(
+    spare: &mut Spare,
+    replica: &mut dyn Replica,
+    under_way: &UnderWay,
+    bucket: &Tensor,
+) -> ManagedWork {
     let mut copy = spare.take(replica, bucket.dtype(), bucket.count());
     copy_bytes(copy.bytes_mut(), bucket.bytes());
-    replica.all_reduce(vec![copy], ReduceOp::Avg)
+    under_way.send(replica, copy)
 }
 
 /// A sum over micro-batches, in a type that loses little.
@@ -193,9 +281,12 @@ pub struct Sink<'a> {
     replica: &'a mut dyn Replica,
     plan: &'a BucketPlan,
     spare: &'a mut Spare,
+    under_way: &'a UnderWay,
     part: Part,
     micro_batches: u32,
     micro_batch: u32,
+    /// The slots as they were pushed in the last micro-batch, if the order is to be learnt.
+    order: Option<Vec<usize>>,
     /// Per slot, while micro-batches add up.
     sums: Vec<Option<Sum>>,
     /// Per slot: pushed in this micro-batch.
@@ -212,15 +303,18 @@ impl<'a> Sink<'a> {
     pub(crate) fn new(
         replica: &'a mut dyn Replica,
         plan: &'a BucketPlan,
-        spare: &'a mut Spare,
+        (spare, under_way): (&'a mut Spare, &'a UnderWay),
         participation: Option<Participation>,
         micro_batches: u32,
         earlier: Vec<Tensor>,
+        learns: bool,
     ) -> Self {
         Self {
             replica,
             plan,
             spare,
+            under_way,
+            order: learns.then(Vec::new),
             part: participation.map_or(Part::Begun, Part::Stands),
             micro_batches: micro_batches.max(1),
             micro_batch: 0,
@@ -292,6 +386,11 @@ impl<'a> Sink<'a> {
             if self.micro_batch + 1 == self.micro_batches {
                 self.place_mean(slot)?;
             }
+        }
+        if self.micro_batch + 1 == self.micro_batches
+            && let Some(order) = &mut self.order
+        {
+            order.push(slot);
         }
         self.send_full();
         Ok(())
@@ -403,8 +502,27 @@ impl<'a> Sink<'a> {
     fn send_next(&mut self) {
         if let Some(bucket) = self.buckets.get(self.works.len()) {
             // The original stays here, to be sent again if the step fails.
-            self.works.push(average(self.spare, self.replica, bucket));
+            let work = average(self.spare, self.replica, self.under_way, bucket);
+            self.works.push(work);
         }
+    }
+
+    /// Of each slot, if the order is to be learnt: how many were pushed before it. Those that were not come last, in the order of the slots.
+    fn positions(&mut self) -> Option<Vec<f32>> {
+        let mut order = self.order.take()?;
+        let pushed = &self.pushed;
+        order.extend(
+            (0..pushed.len())
+                .rev()
+                .filter(|&slot| pushed.get(slot) == Some(&false)),
+        );
+        let mut positions = vec![0.0; order.len()];
+        for (at, slot) in order.into_iter().enumerate() {
+            if let Some(position) = positions.get_mut(slot) {
+                *position = at as f32;
+            }
+        }
+        Some(positions)
     }
 
     /// Sends the rest, parameters that were not used as zeros; gives back what is under way, if it counts, and the buckets themselves.
@@ -414,6 +532,9 @@ impl<'a> Sink<'a> {
             self.place_mean(slot)?;
         }
         self.place_zeros();
+        if let Some(positions) = self.positions() {
+            self.buckets.push(Tensor::from_vec(positions));
+        }
         if !self.counts() {
             return Ok((None, self.buckets));
         }

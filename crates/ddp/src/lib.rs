@@ -11,10 +11,11 @@ mod buckets;
 mod feedback;
 mod sampler;
 mod state;
+mod under_way;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use buckets::{BucketPlan, average};
 pub use buckets::{Sink, Slot};
@@ -26,6 +27,7 @@ use replica::StateDict;
 use replica::{Healed, ManagedWork, Participation, Replica, Spare, State, write_commit};
 pub use sampler::{Part, Sampler};
 use state::Whole;
+use under_way::UnderWay;
 
 /// How gradients travel.
 ///
@@ -106,6 +108,10 @@ pub struct StepReport {
     pub failed_attempts: u32,
     /// The recovery of this replica in this step, if there was one.
     pub healed: Option<Healed>,
+    /// How long gradients were under way in the attempt that committed: the time with at least one bucket sent that had not come back.
+    pub reducing: Duration,
+    /// How long the step stood still for them once the last gradient was made. The rest of `reducing` was hidden behind the backward pass.
+    pub waited: Duration,
 }
 
 /// `step 7 by 2 replicas, healed from replica rank 1 (800 bytes in 4 ms)`.
@@ -202,6 +208,7 @@ impl<R: Replica> Ddp<R> {
         Whole {
             state,
             feedback: &self.feedback,
+            plan: &mut self.plan,
             steps: &mut self.steps,
             own,
         }
@@ -317,7 +324,8 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// One step whose gradients are made while earlier ones already travel: `compute(state, micro_batch, sink)` runs once per micro-batch
-    /// and pushes the gradients as the backward pass makes them, the last parameter's first; slots that it leaves out count as zero.
+    /// and pushes the gradients as the backward pass makes them; slots that it leaves out count as zero. Buckets are dealt for the last
+    /// parameter's first; after the first step, for the order in which they came in it, on average over the contributors.
     /// `apply` gets the averages, a tensor per slot. Both run where and when, and errors are as, in [`step`](Self::step).
     pub fn step_with<S: State>(
         &mut self,
@@ -386,9 +394,10 @@ impl<R: Replica> Ddp<R> {
             let is_last = self.steps.is_last(step);
             self.replica.set_last(is_last);
             let overlaps = kind == Run::Buckets && !is_last && failed_attempts == 0 && self.may_overlap();
+            let clock = UnderWay::default();
             let mut under_way = None;
             if overlaps && self.replica.begin_quorum(deadline)? {
-                let (works, buckets) = match self.gradients(None, state, &mut compute) {
+                let (works, buckets) = match self.gradients(kind, None, state, &clock, &mut compute) {
                     Ok(made) => made,
                     Err(error) => {
                         // What was sent of it belongs to no step.
@@ -403,6 +412,7 @@ impl<R: Replica> Ddp<R> {
             let mut whole = Whole {
                 state,
                 feedback: &self.feedback,
+                plan: &mut self.plan,
                 steps: &mut self.steps,
                 own: false,
             };
@@ -423,14 +433,17 @@ impl<R: Replica> Ddp<R> {
             let works = match sends {
                 Sends::Again if under_way.is_some() => under_way.take().unwrap_or_default(),
                 Sends::Nothing => Vec::new(),
-                Sends::Zeros => self.plan.send_zeros(&mut self.replica),
+                Sends::Zeros => {
+                    let learns = self.learns(kind);
+                    self.plan.send_zeros(&mut self.replica, learns, &clock)
+                }
                 Sends::Again => {
-                    let again = |b| average(&mut self.spare, &mut self.replica, b);
+                    let again = |b| average(&mut self.spare, &mut self.replica, &clock, b);
                     self.steps.kept().into_iter().flatten().map(again).collect()
                 }
                 Sends::Fresh => {
                     let part = Some(participation.clone());
-                    let (works, buckets) = self.gradients(part, state, &mut compute)?;
+                    let (works, buckets) = self.gradients(kind, part, state, &clock, &mut compute)?;
                     self.steps.keep(&share, buckets);
                     works.unwrap_or_default()
                 }
@@ -438,7 +451,9 @@ impl<R: Replica> Ddp<R> {
             if let Some(f) = self.on_reduce.as_mut().filter(|_| !closing) {
                 f(participation.step, participation.epoch);
             }
+            let begun = Instant::now();
             let averages = self.collect(works);
+            let waited = begun.elapsed();
             let committed = match self.replica.should_commit(deadline) {
                 Ok(yes) => yes,
                 Err(e) if e.is_retryable() => false,
@@ -447,15 +462,18 @@ impl<R: Replica> Ddp<R> {
             self.feedback.end(committed);
             if committed {
                 // The step has advanced: what goes wrong from here on leaves a state that is of no step.
-                let applied = averages.ok_or_else(reduction_missing).and_then(|(averages, n)| {
-                    if !closing {
-                        let room = std::mem::take(&mut self.averages);
-                        let gradients = self.plan.unpack(&averages, room)?;
-                        self.spare.keep(averages);
-                        self.averages = apply(state, gradients)?;
-                    }
-                    Ok(n)
-                });
+                let applied = averages
+                    .ok_or_else(reduction_missing)
+                    .and_then(|(mut averages, n)| {
+                        if !closing {
+                            let room = std::mem::take(&mut self.averages);
+                            let gradients = self.plan.unpack(&averages, room)?;
+                            self.plan.learn(&mut averages)?;
+                            self.spare.keep(averages);
+                            self.averages = apply(state, gradients)?;
+                        }
+                        Ok(n)
+                    });
                 self.buckets = self.steps.take_kept().unwrap_or_default();
                 let contributors = self.steps.applied(applied)?;
                 return Ok(StepReport {
@@ -465,6 +483,8 @@ impl<R: Replica> Ddp<R> {
                     contributors,
                     failed_attempts,
                     healed,
+                    reducing: clock.total(),
+                    waited,
                 });
             }
             failed_attempts += 1;
@@ -486,17 +506,26 @@ impl<R: Replica> Ddp<R> {
             && self.feedback.is_none()
     }
 
+    /// Whether the step tells the order in which gradients come: the same on all replicas, since it follows from the state. All at once have none,
+    /// and what error feedback owes is of buckets that stay as they are.
+    fn learns(&self, kind: Run) -> bool {
+        kind == Run::Buckets && self.plan.is_new() && self.feedback.is_none()
+    }
+
     /// Computes the gradients of a step and sends them as they are made, if they count: what is under way then, and the buckets. Without a
     /// `participation` the quorum was begun.
     fn gradients<S: State>(
         &mut self,
+        kind: Run,
         participation: Option<Participation>,
         state: &mut S,
+        clock: &UnderWay,
         compute: &mut impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
     ) -> Result<(Option<Vec<ManagedWork>>, Vec<Tensor>)> {
-        let n = self.config.micro_batches;
+        let (n, learns) = (self.config.micro_batches, self.learns(kind));
         let (plan, room) = (&self.plan, std::mem::take(&mut self.buckets));
-        let mut sink = Sink::new(&mut self.replica, plan, &mut self.spare, participation, n, room);
+        let sends = (&mut self.spare, clock);
+        let mut sink = Sink::new(&mut self.replica, plan, sends, participation, n, room, learns);
         for micro_batch in 0..n {
             if micro_batch > 0 {
                 sink.next_micro_batch();

@@ -1,16 +1,22 @@
-//! What a replica of data parallel is made of, and what taking it over does: the caller's state and, in its own checkpoints, what error feedback owes.
+//! What a replica of data parallel is made of, and what taking it over does: the caller's state, the order in which gradients come, and, in
+//! its own checkpoints, what error feedback owes.
 
-use ftcore::{Result, Tensor};
+use ftcore::{Error, Result, Tensor};
 use protocol::training::Steps;
 use replica::State;
 use replica::StateDict;
 
+use crate::buckets::BucketPlan;
 use crate::feedback::Feedback;
+
+/// Under this the order stands in a state, once it is learnt.
+const ORDER: &str = "ddp.order";
 
 /// Everything that travels to a healing replica or, with what error feedback owes, to disk, and what depends on it here.
 pub(crate) struct Whole<'a> {
     pub(crate) state: &'a mut dyn State,
     pub(crate) feedback: &'a Feedback,
+    pub(crate) plan: &'a mut BucketPlan,
     /// What was computed on the state so far, and whether it is of a step.
     pub(crate) steps: &'a mut Steps<Vec<Tensor>>,
     /// True if the state is for this replica itself (its checkpoint), false if it is healed from.
@@ -24,12 +30,37 @@ impl State for Whole<'_> {
         if self.own {
             self.feedback.save(out)?;
         }
+        if let Some(order) = self.plan.order() {
+            let order: Vec<i64> = order
+                .iter()
+                .map(|&slot| i64::try_from(slot).unwrap_or(i64::MAX))
+                .collect();
+            out.insert_i64s(ORDER, &order)?;
+        }
         self.state.save(out)
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
-        // What is owed is checked whole before it is taken over; from then on the state is another one, however far its loading gets.
+        // The order and what is owed are checked whole before they are taken over; from then on the state is another one, however far its
+        // loading gets.
+        let order = saved_order(from)?;
+        self.plan.follow(order)?;
         self.feedback.load(from, self.own)?;
         self.steps.loaded(self.state.load(from))
     }
+}
+
+/// The order in `from`; `None` if it was not learnt there.
+fn saved_order(from: &StateDict) -> Result<Option<Vec<usize>>> {
+    if from.get(ORDER).is_none() {
+        return Ok(None);
+    }
+    let index = |slot: i64| {
+        usize::try_from(slot).map_err(|_| Error::invalid(format!("{ORDER} has a slot {slot}, below 0")))
+    };
+    from.get_i64s(ORDER)?
+        .into_iter()
+        .map(index)
+        .collect::<Result<_>>()
+        .map(Some)
 }

@@ -132,8 +132,8 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
     assert_eq!(averages, [vec![2.0, 4.0, 6.0], vec![8.0, 10.0], vec![12.0, 14.0]]);
     assert_eq!(
         *sent.borrow(),
-        [(DType::F32, 2), (DType::F32, 3), (DType::F32, 2)],
-        "a small first bucket, then from the last gradient to the first"
+        [(DType::F32, 2), (DType::F32, 3), (DType::F32, 2), (DType::F32, 3)],
+        "a small first bucket, then from the last gradient to the first, and in which order they came"
     );
     assert_eq!(
         under_way,
@@ -245,8 +245,9 @@ fn buckets_are_reduced_in_the_memory_of_the_step_before() {
             },
         )
         .unwrap();
-        assert_eq!(sent.borrow().len(), 3 * step);
-        assert_eq!(d.replica().allocated.get(), 3, "step {step}");
+        // The first one sends the order, too, in memory of its own.
+        assert_eq!(sent.borrow().len(), 3 * step + 1);
+        assert_eq!(d.replica().allocated.get(), 4, "step {step}");
     }
 }
 

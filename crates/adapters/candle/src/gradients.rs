@@ -21,11 +21,7 @@ impl ParamSet {
             .filter(|p| grads.get(&p.var).is_none())
             .map(|p| p.name.as_str())
             .collect();
-        if missing.is_empty() {
-            Ok(())
-        } else {
-            Err(missing_error(&missing))
-        }
+        none_missing(&missing)
     }
 
     /// Calls `f` with the gradient of parameter `i`, in the parameter's element order. No copy, unless the backward
@@ -69,6 +65,15 @@ impl ParamSet {
             rest = after;
         }
         Ok(())
+    }
+}
+
+/// Fails with `ErrorKind::InvalidState` if there are parameters without a gradient: `names`.
+pub(crate) fn none_missing(names: &[&str]) -> Result<()> {
+    if names.is_empty() {
+        Ok(())
+    } else {
+        Err(missing_error(names))
     }
 }
 

@@ -11,10 +11,12 @@
 mod gradients;
 mod param_set;
 mod parameters;
+mod segments;
 mod slices;
 mod threads;
 
 pub use param_set::ParamSet;
+pub use segments::Segments;
 pub use threads::require_one_compute_thread;
 
 /// A candle error as ours: `ErrorKind::Backend` with `what` was being done, and candle's own text and error kept.

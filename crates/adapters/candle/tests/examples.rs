@@ -47,7 +47,7 @@ fn ends(name: &str) -> Vec<String> {
 
 #[test]
 fn replicas_of_a_candle_model_end_bitwise_equal() {
-    for name in ["candle_ddp", "candle_momentum", "candle_diloco"] {
+    for name in ["candle_ddp", "candle_momentum", "candle_overlap", "candle_diloco"] {
         let ends = ends(name);
         assert!(ends[0].contains("parameters"), "{ends:?}");
         assert_eq!(ends[0], ends[1], "{name}");

@@ -55,6 +55,10 @@ const RUNS: &[(&str, Test)] = &[
     ),
     ("cargo build --bin train_diloco", (TRAINING, "fn run(")),
     (
+        "cargo run --release --bin train_ddp",
+        (TRAINING, "fn train_ddp_survives_a_kill"),
+    ),
+    (
         "cargo run --release --bin train_diloco",
         (TRAINING, "fn a_quantised_run_ends_equal"),
     ),
