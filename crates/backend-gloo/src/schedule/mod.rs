@@ -254,7 +254,10 @@ pub(crate) fn ready_early<'a>(send: &Send, receives: impl Iterator<Item = (&'a R
     let mut ready = from.len();
     for (recv, landed) in receives {
         let into = &recv.into;
-        let missing = Span::new(into.buffer, into.range.start.saturating_add(landed)..into.range.end);
+        let missing = Span::new(
+            into.buffer,
+            into.range.start.saturating_add(landed)..into.range.end,
+        );
         if missing.overlaps(from) {
             ready = ready.min(missing.range.start.saturating_sub(from.range.start));
         }

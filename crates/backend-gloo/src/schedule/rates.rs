@@ -46,7 +46,10 @@ impl Rates {
     pub(crate) fn of(seen: &[Seen]) -> Self {
         let world = seen.len();
         let others = (world.max(2) - 1) as f64;
-        let into: Vec<f64> = seen.iter().map(|s| s.own_turn.iter().sum::<u64>() as f64).collect();
+        let into: Vec<f64> = seen
+            .iter()
+            .map(|s| s.own_turn.iter().sum::<u64>() as f64)
+            .collect();
         let out: Vec<f64> = (0..world)
             .map(|rank| seen.iter().map(|s| at(&s.their_turn, rank)).sum())
             .collect();
@@ -78,7 +81,10 @@ impl Rates {
         let more = self.ranks.len().saturating_sub(2) as f64;
         let ranks = self.ranks.iter().enumerate();
         let ranks = ranks.map(|(rank, rate)| (1.0 + more * share(rank)) / rate);
-        let pairs = self.pairs.iter().map(|&(i, j, rate)| (share(i) + share(j)) / rate);
+        let pairs = self
+            .pairs
+            .iter()
+            .map(|&(i, j, rate)| (share(i) + share(j)) / rate);
         ranks.chain(pairs).fold(0.0, f64::max)
     }
 
@@ -116,10 +122,14 @@ impl Rates {
     fn fill(&self, time: f64) -> Vec<f64> {
         let more = self.ranks.len().saturating_sub(2).max(1) as f64;
         let ranks = self.ranks.iter();
-        let upper: Vec<f64> = ranks.map(|rate| ((time * rate - 1.0) / more).clamp(0.0, 1.0)).collect();
+        let upper: Vec<f64> = ranks
+            .map(|rate| ((time * rate - 1.0) / more).clamp(0.0, 1.0))
+            .collect();
         let most = |rank: usize| upper.get(rank).copied().unwrap_or(0.0);
         let limits = self.pairs.iter().map(|&(i, j, rate)| (i, j, time * rate));
-        let limits: Vec<_> = limits.filter(|&(i, j, limit)| most(i) + most(j) > limit).collect();
+        let limits: Vec<_> = limits
+            .filter(|&(i, j, limit)| most(i) + most(j) > limit)
+            .collect();
         match limits.is_empty() {
             true => upper,
             false => largest_sum(&upper, &limits),
@@ -170,7 +180,11 @@ fn largest_sum(upper: &[f64], limits: &[(usize, usize, f64)]) -> Vec<f64> {
     let mut holds: Vec<usize> = (n..n + rows.len()).collect();
     // Far more than it takes.
     for _ in 0..1000 {
-        let gains = zero.iter().zip(&gain).enumerate().filter(|(_, (_, g))| **g > NONE);
+        let gains = zero
+            .iter()
+            .zip(&gain)
+            .enumerate()
+            .filter(|(_, (_, g))| **g > NONE);
         let Some(column) = gains.min_by_key(|(_, (name, _))| **name).map(|(k, _)| k) else {
             break;
         };
@@ -195,7 +209,9 @@ fn largest_sum(upper: &[f64], limits: &[(usize, usize, f64)]) -> Vec<f64> {
             let Some(factor) = row.get_mut(column).map(std::mem::take) else {
                 return;
             };
-            row.iter_mut().zip(&pivot).for_each(|(value, p)| *value -= factor * p);
+            row.iter_mut()
+                .zip(&pivot)
+                .for_each(|(value, p)| *value -= factor * p);
         };
         rows.iter_mut().for_each(|row| eliminate(row));
         eliminate(&mut gain);
@@ -245,7 +261,10 @@ mod tests {
         let shares = rates.shares().unwrap();
         assert_eq!((shares[0], shares.iter().sum::<u32>()), (0, WHOLE));
         // The others are equal, and each owns a seventh.
-        assert!(shares[1..].iter().all(|s| s.abs_diff(WHOLE / 7) <= 1), "{shares:?}");
+        assert!(
+            shares[1..].iter().all(|s| s.abs_diff(WHOLE / 7) <= 1),
+            "{shares:?}"
+        );
     }
 
     #[test]
@@ -332,13 +351,9 @@ mod tests {
             let slowest = ranks.iter().copied().fold(f64::INFINITY, f64::min);
             let rates = links(&ranks);
             let best = rates.best();
-            // A rank that owns all sends it to all others; with rates that far apart no other owner helps.
             let bound = (2.0 * (n - 1.0) / total).max(1.0 / slowest);
             let time = rates.time(&best);
-            prop_assert!(time >= bound * (1.0 - 1e-9));
-            let clamped = best.contains(&0.0) || best.contains(&1.0);
-            prop_assert!(clamped || time <= bound * (1.0 + 1e-9), "{time} {bound}");
-            prop_assert!(!best.contains(&0.0) || time <= bound.max(2.0 * n / total) * (1.0 + 1e-9), "{time} {bound}");
+            prop_assert!((time / bound - 1.0).abs() < 1e-9, "{best:?}: {time}, at the least {bound}");
         }
     }
 }

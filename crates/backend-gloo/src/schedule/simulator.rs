@@ -252,9 +252,10 @@ fn every_all_reduce_algorithm_sums_every_element_and_every_contributor_once() {
             let data: Vec<_> = (0..n).map(|r| values(r, count)).collect();
             let nothing = vec![Vec::new(); n];
             type Make = fn(u32, u32, usize) -> Schedule;
-            let mut makers: Vec<Make> = vec![|r, w, b| all_reduce(r, w, b, ELEMENT, false, &[]), |r, w, b| {
-                all_reduce(r, w, b, ELEMENT, true, &[])
-            }];
+            let mut makers: Vec<Make> =
+                vec![|r, w, b| all_reduce(r, w, b, ELEMENT, false, &[]), |r, w, b| {
+                    all_reduce(r, w, b, ELEMENT, true, &[])
+                }];
             if world > 1 {
                 makers.extend([
                     linear::all_reduce_direct as Make,

@@ -12,7 +12,8 @@ fn add_floats(into: &mut [u8], from: &[u8]) {
 }
 
 fn floats(rank: usize, count: usize) -> Vec<u8> {
-    let value = |i: usize| ((rank * 7919 + i * 104_729) % 1009) as f64 / 3.0 * 10f64.powi((rank % 5) as i32 * 3);
+    let value =
+        |i: usize| ((rank * 7919 + i * 104_729) % 1009) as f64 / 3.0 * 10f64.powi((rank % 5) as i32 * 3);
     (0..count).flat_map(|i| value(i).to_ne_bytes()).collect()
 }
 
@@ -46,7 +47,10 @@ fn uneven_shares_have_every_element_and_contributor_once_and_the_bits_of_the_rin
                     .collect();
                 let ranks = simulate_by(add_floats, &schedules, &nothing, &data, &own);
                 for (r, (rank, s)) in ranks.iter().zip(&schedules).enumerate() {
-                    assert!(rank.buffers[1] == ring[r].buffers[1], "world {world} {shares:?} {segment}");
+                    assert!(
+                        rank.buffers[1] == ring[r].buffers[1],
+                        "world {world} {shares:?} {segment}"
+                    );
                     assert_eq!(rank.counts[s.result.unwrap()], own.iter().sum::<u32>());
                 }
             }
@@ -63,7 +67,10 @@ fn a_rank_sends_its_share_to_all_and_the_rest_once() {
         assert_eq!(s.algorithm, Algorithm::Uneven);
         let sends = || s.rounds.iter().flat_map(|round| &round.sends);
         let sent: usize = sends().map(|send| send.from.len()).sum();
-        assert!((sent as f64 / bytes as f64 - expected).abs() < 1e-3, "{rank}: {sent}");
+        assert!(
+            (sent as f64 / bytes as f64 - expected).abs() < 1e-3,
+            "{rank}: {sent}"
+        );
         // Of every segment the sums are handed out while the next one's parts go: only the last ones wait.
         let waits = s
             .rounds
@@ -75,5 +82,8 @@ fn a_rank_sends_its_share_to_all_and_the_rest_once() {
         assert!(s.scratch <= most, "{}", s.scratch);
     }
     // What is too short for several segments goes as ever.
-    assert_eq!(all_reduce(0, 4, BLOCK_BYTES, 4, false, &shares).algorithm, Algorithm::Cross);
+    assert_eq!(
+        all_reduce(0, 4, BLOCK_BYTES, 4, false, &shares).algorithm,
+        Algorithm::Cross
+    );
 }
