@@ -295,7 +295,7 @@ impl Rendezvous<'_> {
                     return Err(self.gone(talk.rank, address.unwrap_or_default()));
                 }
             }
-            if let Some(seen) = probe.reports(c.rank) {
+            if let Some(seen) = probe.reports(c.rank, c.world_size) {
                 return Ok(seen);
             }
             if time_left(c.deadline).is_zero() {
@@ -385,8 +385,10 @@ impl Probe {
     }
 
     /// What all ranks have seen, once all have said so and all have been told.
-    fn reports(&self, rank: u32) -> Option<Vec<Seen>> {
-        let all = self.talks.iter().all(|t| t.report.is_some() && t.has_written());
+    fn reports(&self, rank: u32, world: u32) -> Option<Vec<Seen>> {
+        // The others' may all be here before this rank has noticed that the last turn is over.
+        let said = self.turn >= world;
+        let all = said && self.talks.iter().all(|t| t.report.is_some() && t.has_written());
         let mut seen: Vec<Seen> = match all {
             true => self.talks.iter().filter_map(|t| t.report.clone()).collect(),
             false => return None,
