@@ -4,7 +4,7 @@
 //! A rank that owns nothing only sends while sums form and only receives while they are handed out. So it goes by segments, and the sums of
 //! one are handed out while the next one's parts go to their owners: links are busy both ways, and lines may be long.
 //!
-//! The order of reduction is the ring's, whoever owns an element: the bits of results do not depend on shares.
+//! The order of reduction is the ring's, whichever rank owns an element: the bits of results do not depend on shares.
 
 use std::ops::Range;
 
