@@ -76,6 +76,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         rank: 1,
         world: 4,
         connections: 1,
+        links: 1,
         epoch: 3,
         constants: 7,
         nonce: 0x0123_4567_89AB_CDEF,

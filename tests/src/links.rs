@@ -38,6 +38,17 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Made<String> {
     Err(format!("{what}: {} ({})", said.trim(), out.status))
 }
 
+/// A host's line to an exchange, the same in both directions.
+#[derive(Debug, Clone, Copy)]
+pub struct Line {
+    /// Bit/s.
+    pub rate: f64,
+    /// From the host to the exchange.
+    pub delay: Duration,
+    /// One packet of so many is lost, none with 0.
+    pub loss: u32,
+}
+
 /// A network namespace.
 pub struct Host {
     sleeper: Child,
@@ -157,9 +168,46 @@ impl Network {
     /// `windows` a connection may have as much under way as such a line holds, without it what Linux allows by itself.
     pub fn line(program: &Path, delay: Duration, rate: f64, windows: bool) -> Made<Self> {
         let hosts = vec![Host::new()?, Host::new()?];
+        let pids = hosts.iter().map(|h| h.pid().to_string());
+        let how = [(delay.as_secs_f64() * 1e3).to_string(), (rate / 1e6).to_string()];
+        let arguments = pids.chain(how).collect();
+        let network = Self::with_lines(program, hosts, "10.78.0", arguments, windows)?;
+        for (i, host) in network.hosts.iter().enumerate() {
+            let (own, other) = (network.address(i), network.address(1 - i));
+            host.ip(&format!(
+                "addr add {own} peer {other} dev wan0\nlink set wan0 up\n"
+            ))?;
+        }
+        Ok(network)
+    }
+
+    /// A host for each of `lines`, which meet at one exchange; `program` is the `wan_link` binary.
+    pub fn star(program: &Path, lines: &[Line]) -> Made<Self> {
+        let hosts: Vec<Host> = lines.iter().map(|_| Host::new()).collect::<Made<_>>()?;
+        let lossy = lines.iter().any(|line| line.loss > 0);
+        let mut arguments = vec![if lossy { "star-mtu" } else { "star" }.to_string()];
+        arguments.extend(hosts.iter().zip(lines).map(|(host, line)| {
+            let (rate, delay) = (line.rate / 1e6, line.delay.as_secs_f64() * 1e3);
+            format!("{}:{rate}:{delay}:{}", host.pid(), line.loss)
+        }));
+        let network = Self::with_lines(program, hosts, "10.79.0", arguments, true)?;
+        for (i, host) in network.hosts.iter().enumerate() {
+            let own = network.address(i);
+            host.ip(&format!("addr add {own}/24 dev wan0\nlink set wan0 up\n"))?;
+        }
+        Ok(network)
+    }
+
+    /// Hosts that `program` joins, once it has said so. With `windows` a connection may have much under way.
+    fn with_lines(
+        program: &Path,
+        hosts: Vec<Host>,
+        subnet: &'static str,
+        arguments: Vec<String>,
+        windows: bool,
+    ) -> Made<Self> {
         let mut line = Command::new(program)
-            .args(hosts.iter().map(|h| h.pid().to_string()))
-            .args([(delay.as_secs_f64() * 1e3).to_string(), (rate / 1e6).to_string()])
+            .args(arguments)
             // It ends when this pipe does, that is with us.
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -170,18 +218,14 @@ impl Network {
         let _ = BufReader::new(stdout).read_line(&mut said);
         let network = Self {
             hosts,
-            subnet: "10.78.0",
+            subnet,
             _switch: None,
             line: Some(line),
         };
         if said.trim() != "up" {
             return Err(format!("the line does not come up: {}", said.trim()));
         }
-        for (i, host) in network.hosts.iter().enumerate() {
-            let (own, other) = (network.address(i), network.address(1 - i));
-            host.ip(&format!(
-                "addr add {own} peer {other} dev wan0\nlink set wan0 up\n"
-            ))?;
+        for host in &network.hosts {
             for setting in ["tcp_rmem", "tcp_wmem"].iter().filter(|_| windows) {
                 host.run("sysctl", &["-w", &format!("net.ipv4.{setting}={WINDOWS}")], "")?;
             }

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
-use oxccl_tests::links::{self, Network};
+use oxccl_tests::links::{self, Line, Network};
 
 const RANK: &str = env!("CARGO_BIN_EXE_link_rank");
 const LINE: &str = env!("CARGO_BIN_EXE_wan_link");
@@ -26,7 +26,7 @@ const LINE: &str = env!("CARGO_BIN_EXE_wan_link");
 const BYTES: usize = 64 << 20;
 const GIGABIT: f64 = 1e9;
 /// A rank that has not ended by then is killed, and the test has failed.
-const TIME_LIMIT: Duration = Duration::from_secs(90);
+const TIME_LIMIT: Duration = Duration::from_secs(180);
 /// What must be reached on any machine, busy or not.
 const ASSERTED: f64 = 0.60;
 
@@ -100,6 +100,143 @@ fn several_connections(name: &str, calls: usize) -> Result<(), Failed> {
     }
 }
 
+/// Eight hosts from 1 Gbit/s to 100 Mbit/s, 5 to 80 ms from each other (both ways), the slowest the farthest.
+const UNEQUAL: [(f64, f64); 8] = [
+    (1000.0, 1.25),
+    (1000.0, 1.25),
+    (700.0, 2.5),
+    (500.0, 5.0),
+    (400.0, 7.5),
+    (300.0, 10.0),
+    (200.0, 15.0),
+    (100.0, 25.0),
+];
+
+/// Eight hosts none of which is so slow that it decides alone: all lines are full in the optimum.
+const CLOSE: [(f64, f64); 8] = [
+    (1000.0, 1.25),
+    (900.0, 1.25),
+    (800.0, 2.5),
+    (700.0, 5.0),
+    (600.0, 7.5),
+    (500.0, 10.0),
+    (500.0, 15.0),
+    (400.0, 25.0),
+];
+
+fn unequal_lines(lines: &[(f64, f64)]) -> Vec<Line> {
+    let line = |&(rate, delay): &(f64, f64)| Line {
+        rate: rate * 1e6,
+        delay: Duration::from_secs_f64(delay / 1e3),
+        loss: 0,
+    };
+    lines.iter().map(line).collect()
+}
+
+/// The least time of an all-reduce of `bytes` bytes: each rank sends and receives as much once at the least, all together
+/// 2(n - 1) times as much.
+fn optimum(lines: &[Line], bytes: usize) -> f64 {
+    let (n, bits) = (lines.len() as f64, bytes as f64 * 8.0);
+    let slowest = lines.iter().map(|line| line.rate).fold(f64::INFINITY, f64::min);
+    let all: f64 = lines.iter().map(|line| line.rate).sum();
+    (bits / slowest).max(2.0 * (n - 1.0) * bits / all)
+}
+
+/// The median over the calls of the slowest rank's time, in seconds, and by rank how many bytes it sent in the last one.
+fn unequal(network: &Network, bytes: usize, calls: usize, links: &str) -> Result<(f64, Vec<u64>), Failed> {
+    let arguments = [&bytes.to_string(), &calls.to_string(), links, "sent"].map(str::to_string);
+    let texts = network.run(RANK, &arguments, Instant::now() + TIME_LIMIT)?;
+    let (mut slowest, mut sent) = (vec![0u64; calls], Vec::new());
+    for (rank, text) in texts.iter().enumerate() {
+        let mut numbers: Vec<u64> = text.lines().map(str::parse).collect::<Result<_, _>>()?;
+        sent.extend(numbers.pop());
+        if numbers.len() != calls {
+            return Err(format!("rank {rank} measured {} of {calls} calls", numbers.len()).into());
+        }
+        for (slowest, time) in slowest.iter_mut().zip(numbers) {
+            *slowest = time.max(*slowest);
+        }
+    }
+    slowest.sort_unstable();
+    Ok((slowest[calls / 2] as f64 / 1e6, sent))
+}
+
+/// A slow host sends its values once and little more when links are measured; a ring sends nearly twice as much over it.
+fn measured_links(name: &str, bytes: usize, calls: usize, turns: usize) -> Result<(), Failed> {
+    for (links, sent) in both_ways(name, &unequal_lines(&UNEQUAL), bytes, calls, turns)? {
+        let slow = *sent.last().unwrap_or(&0) as f64 / bytes as f64;
+        let right = match links {
+            "links=even" => (1.7..1.8).contains(&slow),
+            _ => (1.0..1.4).contains(&slow),
+        };
+        if !right {
+            return Err(format!("{links}: the slow rank sent {slow:.2} times the tensor").into());
+        }
+    }
+    Ok(())
+}
+
+fn close_links(name: &str, bytes: usize, calls: usize, turns: usize) -> Result<(), Failed> {
+    both_ways(name, &unequal_lines(&CLOSE), bytes, calls, turns).map(drop)
+}
+
+/// Links taken for even, and measured, in turns: how many bytes each rank sent each time.
+fn both_ways(
+    name: &str,
+    lines: &[Line],
+    bytes: usize,
+    calls: usize,
+    turns: usize,
+) -> Result<Vec<(&'static str, Vec<u64>)>, Failed> {
+    let mut all = Vec::new();
+    let network = Network::star(Path::new(LINE), lines)?;
+    let best = optimum(lines, bytes);
+    for _ in 0..turns {
+        for links in ["links=even", "links=measured"] {
+            let (time, sent) = unequal(&network, bytes, calls, links)?;
+            let times: Vec<String> = sent
+                .iter()
+                .map(|s| format!("{:.2}", *s as f64 / bytes as f64))
+                .collect();
+            println!(
+                "{name}: {links}: {} MiB in {:.0} ms, {:.1} % of the optimum of {:.0} ms; each rank sent {} times as much",
+                bytes >> 20,
+                time * 1e3,
+                100.0 * best / time,
+                best * 1e3,
+                times.join(" ")
+            );
+            all.push((links, sent));
+        }
+    }
+    Ok(all)
+}
+
+/// Eight equal hosts, and the same with the last one's line losing one packet of a hundred each way.
+fn lossy(name: &str, bytes: usize, calls: usize, turns: usize) -> Result<(), Failed> {
+    for _ in 0..turns {
+        // So rare that none is lost here, but packets are as long as with loss.
+        for loss in [u32::MAX, 100] {
+            let mut lines = unequal_lines(&[(100.0, 5.0); 8]);
+            if let Some(last) = lines.last_mut() {
+                last.loss = loss;
+            }
+            let network = Network::star(Path::new(LINE), &lines)?;
+            for links in ["links=even", "links=measured"] {
+                let (time, sent) = unequal(&network, bytes, calls, links)?;
+                println!(
+                    "{name}: {links}, one of {loss} lost: {} MiB in {:.0} ms, {:.1} % of the optimum without loss; the last rank sent {:.2} times as much",
+                    bytes >> 20,
+                    time * 1e3,
+                    100.0 * optimum(&lines, bytes) / time,
+                    *sent.last().unwrap_or(&0) as f64 / bytes as f64
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Namespaces end with the processes that hold them.
 fn nothing_stays() -> Result<(), Failed> {
     let network = Network::switch(3, "1gbit")?;
@@ -136,6 +273,29 @@ fn main() -> ExitCode {
         &no_switch,
         Box::new(|_| nothing_stays()),
     )];
+    trials.push(trial(
+        "links::unequal::world8",
+        &no_line,
+        Box::new(|name| measured_links(name, 16 << 20, 1, 1)),
+    ));
+    let long = trial(
+        "links::unequal::world8_long",
+        &no_line,
+        Box::new(|name| measured_links(name, 64 << 20, 3, 3)),
+    );
+    trials.push(long.with_ignored_flag(true));
+    let close = trial(
+        "links::unequal::close_long",
+        &no_line,
+        Box::new(|name| close_links(name, 64 << 20, 3, 3)),
+    );
+    trials.push(close.with_ignored_flag(true));
+    let lossy = trial(
+        "links::unequal::lossy_long",
+        &no_line,
+        Box::new(|name| lossy(name, 32 << 20, 3, 2)),
+    );
+    trials.push(lossy.with_ignored_flag(true));
     for (calls, names) in [
         (
             3,

@@ -49,6 +49,7 @@ pub(crate) fn hello(purpose: Purpose, nonce: u64) -> Hello {
         rank: 1,
         world: 2,
         connections: 1,
+        links: 0,
         epoch: 1,
         constants: crate::options::constants(),
         nonce,

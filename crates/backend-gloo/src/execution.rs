@@ -376,8 +376,7 @@ impl Execution {
 
     /// Once the sends of this round are out: the next round's, over sockets, as far as their bytes are there.
     fn push_early(&mut self, ports: &mut [Option<Port>]) -> Result<bool> {
-        // With every header here the contributors are counted.
-        if !self.sends.iter().all(Sending::is_finished) || !self.recvs.iter().all(|r| r.open) {
+        if !self.sends.iter().all(Sending::is_finished) {
             return Ok(false);
         }
         if self.early.is_empty() {
@@ -386,7 +385,10 @@ impl Execution {
                 return Ok(false);
             };
             let averages = matches!(self.plan.op, Some(ReduceOp::Avg));
-            if !may_begin_early(&round.after, averages) {
+            // With every header here the contributors are counted.
+            let counted = self.recvs.iter().all(|r| r.open);
+            let ready = counted || next.sends.iter().all(|send| send.slot.is_none());
+            if !ready || !may_begin_early(&round.after, &next.sends, averages) {
                 return Ok(false);
             }
             let sends = std::mem::take(&mut next.sends);

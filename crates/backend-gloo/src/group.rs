@@ -140,6 +140,14 @@ impl GlooGroup {
         Ok(Self::with(name.into(), settings))
     }
 
+    /// A group whose ranks own these shares of large sums, of 65,536 in all, as if their links had been measured; the same on all ranks. For tests.
+    #[doc(hidden)]
+    pub fn uneven(name: impl Into<String>, options: GroupOptions, shares: Vec<u32>) -> Result<Self> {
+        let mut settings = Settings::new(options)?;
+        settings.shares = shares;
+        Ok(Self::with(name.into(), settings))
+    }
+
     /// How the ranks are connected: `shm`, `tcp`, `shm and tcp`, or `none` in a world of one and before `configure`. Also
     /// the note `transport` of the capabilities.
     pub fn transport(&self) -> &'static str {

@@ -13,7 +13,9 @@
 //! address of the default route or, without one, of the first interface that is up and not loopback. The hint `transport` (or else the variable `OXCCL_GLOO_TRANSPORT`) is `auto` (shared memory within
 //! a host, TCP between hosts), `tcp`, or `shm` (shared memory everywhere, or an error). The hint `connections` (or else the variable
 //! `OXCCL_GLOO_CONNECTIONS`), 1 to 16, is how many TCP connections carry a large payload between two ranks, for links that one does not
-//! fill; the default is 1. All ranks must say the same. The hint `credentials` (or else the variable `OXCCL_CREDENTIALS`) names the folder of
+//! fill; the default is 1. All ranks must say the same. The hint `links` (or else the variable `OXCCL_GLOO_LINKS`) is `even`, the default, or
+//! `measured`: `configure` measures what the links between 3 to 16 ranks without common memory carry, and large sums are shared so that
+//! slow links carry less. All ranks must say the same. The hint `credentials` (or else the variable `OXCCL_CREDENTIALS`) names the folder of
 //! the job's credentials, whose secret every connection then proves; the hint `encrypt` (or else the variable `OXCCL_ENCRYPT`), 1 or 0, says whether
 //! what goes over TCP is encrypted. Without credentials and without `OXCCL_INSECURE=1` a rank listens on loopback only.
 
@@ -49,6 +51,8 @@ mod wire;
 
 #[cfg(test)]
 mod bad_channels;
+#[cfg(test)]
+mod bad_links;
 #[cfg(test)]
 mod bad_peer;
 #[cfg(test)]

@@ -51,7 +51,7 @@ impl Messages {
     pub fn all_reduce(&self, rank: u32, bytes: usize, element: usize) -> Vec<Exchange> {
         of_rounds(&match self.hosts.is_layered() {
             true => layered::all_reduce(rank, &self.hosts, bytes, element),
-            false => schedule::all_reduce(rank, self.world, bytes, element, self.one_host()),
+            false => schedule::all_reduce(rank, self.world, bytes, element, self.one_host(), &[]),
         })
     }
 
@@ -108,7 +108,7 @@ fn of_rounds(s: &Schedule) -> Vec<Exchange> {
         rounds.push(Exchange {
             sends: sends.collect(),
             receives: receives.collect(),
-            early: before.is_some_and(|b| may_begin_early(&b.after, true)),
+            early: before.is_some_and(|b| may_begin_early(&b.after, &round.sends, true)),
         });
         before = Some(round);
     }

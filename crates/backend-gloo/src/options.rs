@@ -6,6 +6,7 @@ use std::time::Duration;
 use ftcore::{Credentials, Error, GroupOptions, Result};
 
 use crate::schedule::layered::ONE_RAIL_MAX_BYTES;
+use crate::schedule::uneven::SEGMENT_MIN_BYTES;
 use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, FLAT_MAX_WORLD, TREE_MAX_BYTES};
 use crate::stripes;
 use crate::transport::{interface, shm};
@@ -16,6 +17,7 @@ pub(crate) const HONOURED: &[&str] = &[
     "net_name",
     "hint:transport",
     "hint:connections",
+    "hint:links",
     "hint:credentials",
     "hint:encrypt",
     "hint:host",
@@ -49,6 +51,45 @@ impl std::str::FromStr for Transport {
     }
 }
 
+/// What a group takes the links between its ranks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Links {
+    /// All alike.
+    Even,
+    /// Each as it was measured when the ranks were connected.
+    Measured,
+}
+
+impl Links {
+    /// As the greeting says it.
+    pub(crate) fn code(self) -> u32 {
+        self as u32
+    }
+
+    /// As the option says it; `None` for a code that this build does not know.
+    pub(crate) fn name(code: u32) -> Option<&'static str> {
+        match code {
+            0 => Some("even"),
+            1 => Some("measured"),
+            _ => None,
+        }
+    }
+}
+
+impl std::str::FromStr for Links {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.trim().to_ascii_lowercase().as_str() {
+            "even" => Ok(Self::Even),
+            "measured" => Ok(Self::Measured),
+            _ => Err(Error::invalid(format!(
+                "option links is '{text}'; it can be even or measured"
+            ))),
+        }
+    }
+}
+
 /// The options of a group, in the form in which they are used.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
@@ -62,6 +103,10 @@ pub(crate) struct Settings {
     pub(crate) transport: Transport,
     /// How many connections carry a large payload between two ranks without common memory; the same on all ranks.
     pub(crate) connections: u32,
+    /// What links are taken for; the same on all ranks.
+    pub(crate) links: Links,
+    /// Shares that a test gives, in the place of measured ones.
+    pub(crate) shares: Vec<u32>,
     /// What ranks prove to each other: of the hint `credentials` (a folder), else of the environment.
     pub(crate) credentials: Option<Arc<Credentials>>,
     /// See [`constants`]; a field so that a test can make ranks disagree.
@@ -79,6 +124,8 @@ impl Settings {
         let transport = transport.map_or(Ok(Transport::Auto), |text| text.parse())?;
         let connections = options.hints.get("connections");
         let connections = connections.map_or(Ok(1), |text| self::connections(text))?;
+        let links = options.hints.get("links");
+        let links = links.map_or(Ok(Links::Even), |text| text.parse())?;
         let credentials = options.credentials()?;
         if let Some(name) = &options.net_name {
             // Before the other ranks wait for this one.
@@ -87,6 +134,8 @@ impl Settings {
         Ok(Self {
             transport,
             connections,
+            links,
+            shares: Vec::new(),
             credentials,
             timeout: options.timeout,
             net_name: options.net_name.clone(),
@@ -137,6 +186,7 @@ pub(crate) fn constants() -> u64 {
         STRIPE as u64,
         stripes::FROM as u64,
         BLOCK_BYTES as u64,
+        SEGMENT_MIN_BYTES as u64,
         shm::CAPACITY as u64,
         // Payloads are in the machine's byte order.
         u64::from(u16::from_ne_bytes([1, 0])),
@@ -194,6 +244,21 @@ mod tests {
         assert_eq!(with("shm").unwrap(), Transport::Shm);
         let e = with("mixed").unwrap_err();
         assert!(e.to_string().contains("auto, tcp or shm"), "{e}");
+    }
+
+    #[test]
+    fn the_hint_decides_about_the_links_and_an_unknown_one_is_refused() {
+        let with = |value: &str| {
+            let mut options = GroupOptions::default();
+            options.hints.insert("links".into(), value.into());
+            Settings::new(options).map(|s| s.links)
+        };
+        assert_eq!(Settings::new(GroupOptions::default()).unwrap().links, Links::Even);
+        for links in [Links::Even, Links::Measured] {
+            assert_eq!(with(Links::name(links.code()).unwrap()).unwrap(), links);
+        }
+        let e = with("guessed").unwrap_err();
+        assert!(e.to_string().contains("even or measured"), "{e}");
     }
 
     #[test]

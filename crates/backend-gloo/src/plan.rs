@@ -112,7 +112,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
             let out = whole(tensors, 0..tensors.len());
             let s = match layers {
                 true => layered::all_reduce(rank, hosts, out.len(), element),
-                false => schedule::all_reduce(rank, world, out.len(), element, one_host),
+                false => schedule::all_reduce(rank, world, out.len(), element, one_host, hosts.shares()),
             };
             (s, Map::default(), out, true)
         }

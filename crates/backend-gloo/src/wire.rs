@@ -24,7 +24,7 @@ const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
 const PIECE_MAGIC: u32 = 0x4F58_4750; // "OXGP"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 7;
+pub(crate) const VERSION: u32 = 8;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -384,6 +384,8 @@ pub(crate) struct Hello {
     pub(crate) world: u32,
     /// How many connections carry a large payload.
     pub(crate) connections: u32,
+    /// What links are taken for, as a code.
+    pub(crate) links: u32,
     pub(crate) epoch: u64,
     /// Hash of everything that decides about algorithms and frames (INV-3).
     pub(crate) constants: u64,
@@ -397,7 +399,7 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    pub(crate) const BYTES: usize = 64;
+    pub(crate) const BYTES: usize = 68;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = [0; Self::BYTES];
@@ -414,6 +416,7 @@ impl Hello {
         put.u32(self.rank);
         put.u32(self.world);
         put.u32(self.connections);
+        put.u32(self.links);
         put.u64(self.epoch);
         put.u64(self.constants);
         put.u64(self.nonce);
@@ -445,6 +448,7 @@ impl Hello {
             rank: take.u32(),
             world: take.u32(),
             connections: take.u32(),
+            links: take.u32(),
             epoch: take.u64(),
             constants: take.u64(),
             nonce: take.u64(),
@@ -467,9 +471,9 @@ mod tests {
         }
 
         #[test]
-        fn hellos_round_trip(rank: u32, world: u32, connections: u32, epoch: u64, constants: u64, nonce: u64, process: u64, line: u64) {
+        fn hellos_round_trip(rank: u32, world: u32, connections: u32, links: u32, epoch: u64, constants: u64, nonce: u64, process: u64, line: u64) {
             for purpose in [Purpose::Data, Purpose::Control, Purpose::Local, Purpose::Messages, Purpose::Rail(0), Purpose::Rail(MAX_CONNECTIONS - 1)] {
-                let h = Hello { version: VERSION, purpose, rank, world, connections, epoch, constants, nonce, process, line };
+                let h = Hello { version: VERSION, purpose, rank, world, connections, links, epoch, constants, nonce, process, line };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }
         }
@@ -499,11 +503,11 @@ mod tests {
 
         #[test]
         fn random_bytes_never_decode_without_the_magic(bytes: [u8; 32], more: [u8; 32]) {
-            let mut all = [0u8; 64];
+            let mut all = [0u8; 68];
             all[..32].copy_from_slice(&bytes);
-            all[32..].copy_from_slice(&more);
+            all[32..64].copy_from_slice(&more);
             all[0] = 0;
-            prop_assert_eq!(DataHeader::decode(&all), None);
+            prop_assert_eq!(DataHeader::decode(all.first_chunk().unwrap()), None);
             prop_assert_eq!(Control::decode(all.first_chunk().unwrap()), None);
             prop_assert_eq!(Hello::decode(all.first_chunk().unwrap()), None);
             prop_assert_eq!(PieceHeader::decode(all.first_chunk().unwrap()), None);

@@ -1,7 +1,8 @@
 //! A rank on a slow link: all-reduces over gloo's TCP, checks every result, prints how long each call took.
 //!
 //! usage: `link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS`, one process on each host. Prints `TIME_US` for each
-//! call, behind a barrier each, after two that do not count. With `connections=K` behind, large payloads go over that many.
+//! call, behind a barrier each, after two that do not count, and with `sent` behind how many bytes the last one sent. With `connections=K`
+//! behind, large payloads go over that many; `links=measured` is the group's option.
 //! With `raw` behind, each rank sends the bytes of a ring's round trip to the next one over a plain connection instead, two ranks over
 //! one and the same: what the link can carry.
 
@@ -27,7 +28,7 @@ const STORE_PORT: u16 = 29_500;
 const RAW_PORT: u16 = 29_501;
 const WARM_UP: usize = 2;
 /// For everything: a link that does not carry at all must end the test.
-const TIME_LIMIT: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(150);
 
 struct Setup {
     rank: u32,
@@ -37,6 +38,8 @@ struct Setup {
     bytes: usize,
     calls: usize,
     connections: String,
+    links: String,
+    sent: bool,
 }
 
 /// Whole numbers, so that sums are exact in any order.
@@ -54,7 +57,10 @@ fn all_reduce(setup: &Setup) -> Result<()> {
         &format!("{}:{STORE_PORT}", setup.first),
         deadline,
     )?);
-    let hints = [("connections".to_string(), setup.connections.clone())];
+    let hints = [
+        ("connections".to_string(), setup.connections.clone()),
+        ("links".to_string(), setup.links.clone()),
+    ];
     let options = GroupOptions {
         hints: hints.into(),
         net_name: Some(setup.own.clone()),
@@ -73,6 +79,7 @@ fn all_reduce(setup: &Setup) -> Result<()> {
         cancel: Default::default(),
     })?;
     let count = setup.bytes / 4;
+    let mut sent = 0;
     let mut tensor = Tensor::from_vec(vec![0f32; count]);
     for call in 0..WARM_UP + setup.calls {
         let mut data = tensor.into_vec::<f32>().unwrap();
@@ -84,12 +91,14 @@ fn all_reduce(setup: &Setup) -> Result<()> {
             op: ReduceOp::Sum,
         };
         group.barrier()?;
+        sent = group.traffic().sent;
         let start = Instant::now();
         tensor = group
             .run(op, SubmitOptions::by(deadline))?
             .take()?
             .into_tensor()?;
         let time = start.elapsed();
+        sent = group.traffic().sent - sent;
         let ranks = setup.world as f32;
         let others = ranks * (ranks - 1.0) / 2.0;
         let wrong = tensor
@@ -101,6 +110,9 @@ fn all_reduce(setup: &Setup) -> Result<()> {
         if call >= WARM_UP {
             println!("{}", time.as_micros());
         }
+    }
+    if setup.sent {
+        println!("{sent}");
     }
     // Not through the store: it ends with rank 0, possibly before its last answer has arrived far away.
     group.barrier()?;
@@ -162,7 +174,9 @@ fn raw(setup: &Setup) -> std::io::Result<()> {
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [rank, world, first, own, bytes, calls, rest @ ..] = arguments.as_slice() else {
-        panic!("usage: link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS [raw | connections=K]");
+        panic!(
+            "usage: link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS [raw | connections=K] [links=L] [sent]"
+        );
     };
     let setup = Setup {
         rank: rank.parse().unwrap(),
@@ -176,6 +190,12 @@ fn main() {
             .find_map(|r| r.strip_prefix("connections="))
             .unwrap_or("1")
             .to_string(),
+        links: rest
+            .iter()
+            .find_map(|r| r.strip_prefix("links="))
+            .unwrap_or("even")
+            .to_string(),
+        sent: rest.iter().any(|r| r == "sent"),
     };
     if rest.first().is_some_and(|r| r == "raw") {
         raw(&setup).unwrap_or_else(|e| panic!("rank {rank}: {e}"));

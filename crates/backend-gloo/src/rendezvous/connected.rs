@@ -22,23 +22,16 @@ pub(crate) struct Connected {
     pub(crate) bells: Bells,
     /// All ranks share memory with all others. The same on every rank.
     pub(crate) one_host: bool,
-    /// Which ranks share memory. The same on every rank.
+    /// Which ranks share memory, and how much each owns of large sums. The same on every rank.
     pub(crate) hosts: Hosts,
     /// Each rank of this host is bound to a core of its own, and so is this one.
     pub(crate) apart: bool,
 }
 
 impl Rendezvous<'_> {
-    pub(super) fn into_connected(self) -> Result<Connected> {
+    /// Which ranks share memory, once all ranks are ready.
+    pub(super) fn hosts(&self) -> Hosts {
         let own = self.configuration.rank;
-        let one_host = self.shares_memory_with_all() && {
-            let others = self
-                .found
-                .iter()
-                .enumerate()
-                .filter(|(rank, _)| *rank != own as usize);
-            others.into_iter().all(|(_, found)| found.one_host)
-        };
         let lowest: Vec<u32> = self
             .found
             .iter()
@@ -48,7 +41,19 @@ impl Rendezvous<'_> {
                 false => found.lowest,
             })
             .collect();
-        let hosts = Hosts::new(&lowest);
+        Hosts::new(&lowest)
+    }
+
+    pub(super) fn into_connected(self, hosts: Hosts) -> Result<Connected> {
+        let own = self.configuration.rank;
+        let one_host = self.shares_memory_with_all() && {
+            let others = self
+                .found
+                .iter()
+                .enumerate()
+                .filter(|(rank, _)| *rank != own as usize);
+            others.into_iter().all(|(_, found)| found.one_host)
+        };
         let mut neighbours = self.found.iter().filter(|found| found.memory.is_some());
         let apart = self.core != 0 && neighbours.all(|found| ![0, self.core].contains(&found.core));
         let bells = match &self.local {

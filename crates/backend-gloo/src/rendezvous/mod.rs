@@ -10,6 +10,7 @@
 mod card;
 mod connected;
 mod incoming;
+mod measure;
 mod outgoing;
 mod ready;
 
@@ -32,7 +33,7 @@ use incoming::Stranger;
 use outgoing::{Dial, Dialed};
 
 use crate::limits;
-use crate::options::{Settings, Transport};
+use crate::options::{Links, Settings, Transport};
 use crate::transport::interface::{self, Addresses};
 use crate::transport::lines::{self, Line};
 use crate::transport::shm::{Region, Shared};
@@ -168,8 +169,16 @@ pub(crate) fn connect(
 ) -> Result<Connected> {
     let rendezvous = Rendezvous::new(configuration, settings, counters);
     let mut rendezvous = rendezvous.map_err(limits::named)?;
-    match rendezvous.run() {
-        Ok(()) => rendezvous.into_connected().map_err(limits::named),
+    let hosts = rendezvous.run().and_then(|()| {
+        let mut hosts = rendezvous.hosts();
+        hosts.share(match settings.shares.is_empty() {
+            true => rendezvous.measure(&hosts)?.unwrap_or_default(),
+            false => settings.shares.clone(),
+        });
+        Ok(hosts)
+    });
+    match hosts {
+        Ok(hosts) => rendezvous.into_connected(hosts).map_err(limits::named),
         Err(error) => {
             rendezvous.give_up(&error);
             Err(error)
@@ -440,6 +449,7 @@ impl<'a> Rendezvous<'a> {
             rank: self.configuration.rank,
             world: self.configuration.world_size,
             connections: self.settings.connections,
+            links: self.settings.links.code(),
             epoch: self.configuration.epoch.0,
             constants: self.settings.constants,
             nonce,
@@ -465,6 +475,15 @@ impl<'a> Rendezvous<'a> {
             format!(
                 "rank {} was told to use connections={}, rank {} connections={}",
                 theirs.rank, theirs.connections, c.rank, self.settings.connections
+            )
+        } else if theirs.links != self.settings.links.code() {
+            let name = |code| Links::name(code).unwrap_or("something unknown");
+            format!(
+                "rank {} was told to use links={}, rank {} links={}",
+                theirs.rank,
+                name(theirs.links),
+                c.rank,
+                name(self.settings.links.code())
             )
         } else if theirs.constants != self.settings.constants {
             format!(

@@ -55,7 +55,7 @@ impl Rendezvous<'_> {
         }
     }
 
-    fn gone(&self, rank: u32, address: String) -> Error {
+    pub(super) fn gone(&self, rank: u32, address: String) -> Error {
         let text = "closed its connections while the others were still connecting";
         self.named(
             Error::new(ErrorKind::PeerLost, text)

@@ -11,6 +11,8 @@ use super::{Buffer, Count, Landing, Local, Recv, Round, Send, Span};
 pub(crate) struct Hosts {
     /// The ranks of each host, ascending; hosts in the order of their lowest ranks.
     members: Vec<Vec<u32>>,
+    /// By rank: its share of large sums; empty where all have the same.
+    shares: Vec<u32>,
 }
 
 /// A rank's place in its host.
@@ -39,7 +41,25 @@ impl Hosts {
                 }
             }
         }
-        Self { members }
+        Self {
+            members,
+            shares: Vec::new(),
+        }
+    }
+
+    /// Large sums are shared so from now on; see [`rates`](super::rates).
+    pub(crate) fn share(&mut self, shares: Vec<u32>) {
+        self.shares = shares;
+    }
+
+    /// By rank: its share of large sums; empty where all have the same.
+    pub(crate) fn shares(&self) -> &[u32] {
+        &self.shares
+    }
+
+    /// True if no rank shares memory with another one.
+    pub(crate) fn are_single(&self) -> bool {
+        self.members.iter().all(|m| m.len() == 1)
     }
 
     /// True if there are several hosts, and several ranks on one of them: it pays to go within hosts first.

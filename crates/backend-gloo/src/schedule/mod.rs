@@ -14,9 +14,11 @@ mod exchange;
 mod hosts;
 pub(crate) mod layered;
 mod linear;
+pub(crate) mod rates;
 mod ring;
 pub(crate) mod shared;
 mod tree;
+pub(crate) mod uneven;
 
 use std::ops::Range;
 
@@ -54,6 +56,7 @@ pub(crate) enum Algorithm {
     Exchange = 8,
     Cross = 9,
     Layered = 10,
+    Uneven = 11,
 }
 
 /// A logical buffer.
@@ -86,6 +89,12 @@ impl Span {
 
     pub(crate) fn len(&self) -> usize {
         self.range.end.saturating_sub(self.range.start)
+    }
+
+    /// True if they have a byte in common.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (&self.range, &other.range);
+        self.buffer == other.buffer && a.start.max(b.start) < a.end.min(b.end)
     }
 }
 
@@ -228,9 +237,14 @@ pub(crate) fn part(parts: &[Range<usize>], index: u32) -> Range<usize> {
 }
 
 /// True if the steps after a round leave alone what the next one sends, so that it may begin before they have run.
-pub(crate) fn may_begin_early(after: &[Local], averages: bool) -> bool {
+pub(crate) fn may_begin_early(after: &[Local], sends: &[Send], averages: bool) -> bool {
+    let apart = |span: &Span| sends.iter().all(|send| !send.from.overlaps(span));
     let mut steps = after.iter();
-    steps.all(|step| matches!(step, Local::Finish { .. }) && !averages)
+    steps.all(|step| match step {
+        Local::Finish { span, .. } => !averages || apart(span),
+        Local::Copy { into, .. } | Local::Reduce { into, .. } => apart(into),
+        Local::Count { .. } => false,
+    })
 }
 
 /// How many bytes of a send of the next round are there already, when of each receive of this round so many have landed: a ring
@@ -240,13 +254,12 @@ pub(crate) fn ready_early<'a>(send: &Send, receives: impl Iterator<Item = (&'a R
     let mut ready = from.len();
     for (recv, landed) in receives {
         let into = &recv.into;
-        let missing = into.range.start.saturating_add(landed)..into.range.end;
-        let apart = missing.is_empty()
-            || into.buffer != from.buffer
-            || missing.start >= from.range.end
-            || missing.end <= from.range.start;
-        if !apart {
-            ready = ready.min(missing.start.saturating_sub(from.range.start));
+        let missing = Span::new(
+            into.buffer,
+            into.range.start.saturating_add(landed)..into.range.end,
+        );
+        if missing.overlaps(from) {
+            ready = ready.min(missing.range.start.saturating_sub(from.range.start));
         }
     }
     ready
@@ -295,10 +308,20 @@ pub(crate) fn in_place(mut s: Schedule, short: Buffer, own: &Range<usize>) -> Sc
     s
 }
 
-/// All-reduce of `bytes` bytes in place in `Out`. `one_host`: all ranks share memory.
-pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, one_host: bool) -> Schedule {
-    let algorithm = all_reduce_algorithm(world, bytes, one_host);
-    all_reduce_by(algorithm, rank, world, bytes, element)
+/// All-reduce of `bytes` bytes in place in `Out`. `one_host`: all ranks share memory. `shares`: by rank, where links carry unequal amounts;
+/// else empty.
+pub(crate) fn all_reduce(
+    rank: u32,
+    world: u32,
+    bytes: usize,
+    element: usize,
+    one_host: bool,
+    shares: &[u32],
+) -> Schedule {
+    match all_reduce_algorithm(world, bytes, one_host) {
+        Algorithm::Ring if !shares.is_empty() => uneven::all_reduce(rank, shares, bytes, element),
+        algorithm => all_reduce_by(algorithm, rank, world, bytes, element),
+    }
 }
 
 /// The same by an algorithm that was chosen.

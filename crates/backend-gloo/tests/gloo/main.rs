@@ -10,6 +10,7 @@ mod groups;
 mod hostile;
 mod layers;
 mod lifecycle;
+mod links;
 mod many;
 mod messages;
 mod rails;

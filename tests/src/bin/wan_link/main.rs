@@ -3,6 +3,9 @@
 //! usage: `wan_link PID_A PID_B DELAY_MS MBIT_S`. Makes an interface `wan0` in the namespace of either process, prints `up`, and
 //! runs until its standard input ends. In each direction one thread takes packets in and says when each must come
 //! out (the line's rate, then its delay), another puts them out at that time.
+//!
+//! `wan_link star PID:MBIT_S:DELAY_MS:LOSS...` joins several namespaces instead ([`star`]); with `star-mtu` no packet is larger than the MTU, so that a
+//! loss is that of one packet.
 
 #![allow(
     clippy::unwrap_used,
@@ -11,6 +14,7 @@
 )]
 
 mod raw;
+mod star;
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -79,17 +83,29 @@ fn put_out(to: &File, direction: &Direction) {
     }
 }
 
-/// An interface `wan0` in the namespace of process `pid`.
-fn end_in(pid: &str) -> std::io::Result<Arc<File>> {
+/// An interface `wan0` in the namespace of process `pid`. `whole`: its packets may be larger than the MTU.
+fn end_in(pid: &str, whole: bool) -> std::io::Result<Arc<File>> {
     let namespace = File::open(format!("/proc/{pid}/ns/net"))?;
     move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
     let tun = OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
-    raw::attach(&tun, "wan0")?;
+    raw::attach(&tun, "wan0", whole)?;
     Ok(Arc::new(tun))
 }
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [how, lines @ ..] = arguments.as_slice()
+        && how.starts_with("star")
+    {
+        // Before there are other threads: a namespace belongs to a thread.
+        if let Err(e) = star::start(lines, how == "star") {
+            println!("{e}");
+            return ExitCode::FAILURE;
+        }
+        println!("up");
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        return ExitCode::SUCCESS;
+    }
     let [one, other, delay, rate] = arguments.as_slice() else {
         eprintln!("usage: wan_link PID_A PID_B DELAY_MS MBIT_S");
         return ExitCode::from(2);
@@ -97,7 +113,7 @@ fn main() -> ExitCode {
     let delay = Duration::from_secs_f64(delay.parse::<f64>().unwrap() / 1e3);
     let rate = rate.parse::<f64>().unwrap() * 1e6;
     // Before there are other threads: a namespace belongs to a thread.
-    let ends = match end_in(one).and_then(|a| Ok((a, end_in(other)?))) {
+    let ends = match end_in(one, true).and_then(|a| Ok((a, end_in(other, true)?))) {
         Ok(ends) => ends,
         Err(e) => {
             println!("{e}");

@@ -17,8 +17,8 @@ const TUN_F_TSO4: usize = 0x02;
 const IFREQ: usize = 40;
 
 /// Makes the interface `name` in the calling thread's network namespace, with `tun` as its other end. Packets come with a header of
-/// 10 bytes and may be larger than the MTU: segmenting them is left to the receiver, which saves most of the work.
-pub(crate) fn attach(tun: &File, name: &str) -> io::Result<()> {
+/// 10 bytes; with `whole` they may be larger than the MTU: segmenting them is left to the receiver, which saves most of the work.
+pub(crate) fn attach(tun: &File, name: &str, whole: bool) -> io::Result<()> {
     let mut request = [0u8; IFREQ];
     // The name ends with a zero inside its 16 bytes.
     for (to, from) in request.iter_mut().take(15).zip(name.bytes()) {
@@ -32,8 +32,13 @@ pub(crate) fn attach(tun: &File, name: &str) -> io::Result<()> {
     let set = unsafe { Setter::<TUNSETIFF, [u8; IFREQ]>::new(request) };
     // SAFETY: as above.
     unsafe { ioctl(tun, set) }?;
+    let offload = if whole {
+        TUN_F_CSUM | TUN_F_TSO4
+    } else {
+        TUN_F_CSUM
+    };
     // SAFETY: TUNSETOFFLOAD takes a number and touches no memory of ours.
-    let set = unsafe { IntegerSetter::<TUNSETOFFLOAD>::new_usize(TUN_F_CSUM | TUN_F_TSO4) };
+    let set = unsafe { IntegerSetter::<TUNSETOFFLOAD>::new_usize(offload) };
     // SAFETY: as above.
     unsafe { ioctl(tun, set) }?;
     Ok(())
