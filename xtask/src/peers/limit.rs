@@ -32,13 +32,16 @@ struct Copies {
     bytes_per_second: f64,
 }
 
-/// The limit in microseconds of each point that has one.
-pub(super) fn measure(
-    oxccl: &Path,
-    ranks: u32,
-    points: &[Point],
-    scratch: &Path,
-) -> Result<BTreeMap<Point, f64>> {
+/// What the machine could do in one round, in microseconds.
+#[derive(Default)]
+pub(super) struct Limits {
+    /// A hand-over of a cache line between two cores; none where ranks share them.
+    pub(super) hand_over: Option<f64>,
+    /// Of each point that has one.
+    pub(super) points: BTreeMap<Point, f64>,
+}
+
+pub(super) fn measure(oxccl: &Path, ranks: u32, points: &[Point], scratch: &Path) -> Result<Limits> {
     let sizes: BTreeSet<u64> = points.iter().map(|p| p.bytes).filter(|b| *b > 0).collect();
     let sizes: Vec<String> = sizes.iter().map(u64::to_string).collect();
     let mut command = Command::new(oxccl);
@@ -48,7 +51,10 @@ pub(super) fn measure(
     }
     let text = measure::output(&mut command, scratch).context("oxccl bench-limit")?;
     let measured: Measured = serde_json::from_str(&text).context("what oxccl bench-limit says")?;
-    Ok(limits(&measured, ranks, points))
+    Ok(Limits {
+        hand_over: measured.hand_over_us,
+        points: limits(&measured, ranks, points),
+    })
 }
 
 /// Where ranks share cores, a short operation takes what the switches between them take, which is not measured: it has no limit.

@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
+use super::limit::Limits;
 use super::measure::Times;
 use super::operations::{Operation, Point};
 use super::programs::Which;
@@ -29,8 +30,8 @@ pub(super) struct Section {
     pub(super) measured: Vec<(Which, Figures)>,
     /// What could not be measured, all of a program or one operation, and why.
     skipped: Vec<(Which, Option<Operation>, String)>,
-    /// Microseconds for each point that has a limit, once a round.
-    pub(super) limits: Vec<BTreeMap<Point, f64>>,
+    /// Once a round.
+    pub(super) limits: Vec<Limits>,
 }
 
 /// Over the rounds.
@@ -97,9 +98,14 @@ impl Section {
         median(
             self.limits
                 .iter()
-                .filter_map(|l| l.get(&point).copied())
+                .filter_map(|l| l.points.get(&point).copied())
                 .collect(),
         )
+    }
+
+    /// A hand-over of a cache line, round by round.
+    fn hand_overs(&self) -> Vec<f64> {
+        self.limits.iter().filter_map(|l| l.hand_over).collect()
     }
 
     fn json(&self) -> Value {
@@ -120,6 +126,7 @@ impl Section {
         json!({
             "ranks": self.ranks,
             "results": lines.collect::<Vec<_>>(),
+            "hand_overs_us": self.hand_overs(),
             "skipped": skipped.collect::<Vec<_>>(),
         })
     }
@@ -260,6 +267,14 @@ impl Report {
             }
         }
         for section in &self.sections {
+            let hand_overs: Vec<String> = section.hand_overs().into_iter().map(us).collect();
+            if !hand_overs.is_empty() {
+                let (ranks, hand_overs) = (section.ranks, hand_overs.join(", "));
+                let _ = writeln!(
+                    text,
+                    "- A cache line goes from core to core in {hand_overs} µs after the rounds of {ranks} ranks."
+                );
+            }
             for (which, operation, why) in &section.skipped {
                 let of = operation.map_or(String::new(), |o| format!(", {o}"));
                 if operation.is_none_or(|o| names.contains(&o.to_string())) {
@@ -501,7 +516,12 @@ mod tests {
         }
         section.skip(Which::Gloo, None, "not installed".to_owned());
         section.skip(Which::Mpich, Some(Operation::Broadcast), "it has none".to_owned());
-        section.limits = vec![[(small, 0.25), (large, 80.0)].into()];
+        section.limits = [0.05, 0.6]
+            .map(|hand_over| Limits {
+                hand_over: Some(hand_over),
+                points: [(small, 0.25), (large, 80.0)].into(),
+            })
+            .into();
         section
     }
 
@@ -527,6 +547,7 @@ mod tests {
             "| 2 | 1 MiB | 100 (100–125) | 50.0 (50.0–62.5) | 264 (264–330) | 2.64 / 5.28 | 80.0 | 80 / 160 % |",
             "**latency, inside one host**",
             "| 2 | barrier | 0.50 | – | 0.25 | 0.50 / – | – | – / – % |",
+            "- A cache line goes from core to core in 0.05, 0.60 µs after the rounds of 2 ranks.",
             "- PyTorch Gloo, 2 ranks: skipped: not installed",
         ] {
             assert!(lines.iter().any(|l| l == line), "no '{line}' in:\n{text}");
