@@ -385,9 +385,11 @@ impl Execution {
                 return Ok(false);
             };
             let averages = matches!(self.plan.op, Some(ReduceOp::Avg));
-            // With every header here the contributors are counted.
+            // With every header here the contributors are counted, and a message that says who has entered is true. Uneven shares say both in
+            // the first round, which no rank ends without all others: what is behind it need not wait for headers.
             let counted = self.recvs.iter().all(|r| r.open);
-            let ready = counted || next.sends.iter().all(|send| send.slot.is_none());
+            let uneven = self.plan.schedule.algorithm == Algorithm::Uneven;
+            let ready = counted || (uneven && next.sends.iter().all(|send| send.slot.is_none()));
             if !ready || !may_begin_early(&round.after, &next.sends, averages) {
                 return Ok(false);
             }
