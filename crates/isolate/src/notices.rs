@@ -233,7 +233,8 @@ impl Notices {
     /// A group of this rank has failed: tells the others why, unless they know, then ends the child. Never blocks.
     pub(crate) fn tell(self: &Arc<Self>, failure: &Error) {
         if !self.close() {
-            return self.end(failure);
+            // Who ended the watch settles, once all groups have failed: what is held back must not be taken for the cause before.
+            return self.end_child(failure);
         }
         // Its end is not to overtake a store that takes longer than pending work waits.
         self.link.end_after(failure.clone(), None, TELLING, LEAVE);
@@ -279,8 +280,12 @@ impl Notices {
     /// Ends the child because of what another rank has failed with. Not at once: a child that ends is a death to ranks that have not heard
     /// the reason yet. What is held back fails with the same.
     fn end(&self, failure: &Error) {
-        self.link.end_after(failure.clone(), None, AHEAD, AHEAD);
+        self.end_child(failure);
         self.settle();
+    }
+
+    fn end_child(&self, failure: &Error) {
+        self.link.end_after(failure.clone(), None, AHEAD, AHEAD);
     }
 
     /// The first failure of the group, from the rank that saw it.
