@@ -43,10 +43,22 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                 let needs = [&[Needs::Feature(Feature::MismatchDetection)], more].concat();
                 let name = format!("mismatch::l15_{name}_differs_on_the_{side}_rank");
                 all.push(Case::new(&name, world, &needs, move |rank| {
-                    differ(rank, odd, call)
+                    differ(rank, odd, call, failure_of)
                 }));
             }
         }
+        // By as many bytes, in calls that block: a backend may have a shorter way for them.
+        let needs = [
+            Needs::Feature(Feature::MismatchDetection),
+            reduce,
+            Needs::OtherReduction,
+        ];
+        all.push(Case::new(
+            "mismatch::l15_reduction_of_calls_that_block",
+            world,
+            &needs,
+            |rank| differ(rank, 1, reduction, failure_of_blocking),
+        ));
         let needs = [
             Needs::Feature(Feature::MismatchDetection),
             Needs::Op(OpKind::AllToAllInto),
@@ -184,12 +196,27 @@ fn failure_of(rank: &Rank, group: &dyn ProcessGroup, op: Collective) -> Outcome<
     }
 }
 
-fn differ(rank: &Rank, odd: u32, call: Call) -> Outcome {
+/// As [`failure_of`], in a call that blocks.
+fn failure_of_blocking(rank: &Rank, group: &dyn ProcessGroup, op: Collective) -> Outcome<ftcore::Error> {
+    let kind = op.kind();
+    match group.run_blocking(op, SubmitOptions::by(rank.soon())) {
+        Err(failed) if failed.error.kind() == ErrorKind::Poisoned => group
+            .error()
+            .ok_or_else(|| Failure::new("a poisoned group has no first cause")),
+        Err(failed) => Ok(failed.error),
+        Ok(_) => Err(Failure::new(format!("{kind} succeeded on rank {}", rank.rank))),
+    }
+}
+
+/// How a call's failure is had.
+type Fails = fn(&Rank, &dyn ProcessGroup, Collective) -> Outcome<ftcore::Error>;
+
+fn differ(rank: &Rank, odd: u32, call: Call, fails: Fails) -> Outcome {
     let group = rank.group()?;
     let capabilities = group.capabilities();
     let (mine, _) = call(capabilities, rank.rank == odd);
     let words = [false, true].map(|odd| call(capabilities, odd).1);
-    let e = failure_of(rank, group.as_ref(), mine)?;
+    let e = fails(rank, group.as_ref(), mine)?;
     let [one, other] = words;
     expected::DIFFERENT.check(&e, &[("ONE", one), ("OTHER", other)])?;
     next_epoch_works(rank, group.as_ref())
