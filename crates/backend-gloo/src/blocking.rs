@@ -290,18 +290,21 @@ impl Shared {
             if moved {
                 waiter.moved(channels, self);
             }
-            if ended() || until.is_some_and(|until| time_left(until).is_zero()) {
+            let asks = waiter.asks_the_clock();
+            if ended() || ((moved || asks) && until.is_some_and(|until| time_left(until).is_zero())) {
                 waiter.moved(channels, self);
                 return Ok(());
             }
             if moved {
                 continue;
             }
-            if waiter.is_slow() {
+            if asks {
                 channels.check_deadlines()?;
             }
-            let due = channels.next_deadline().into_iter().chain(until).min();
-            waiter.wait(channels, self, due.unwrap_or_else(|| deadline_in(LOOK_AGAIN)))?;
+            waiter.wait(channels, self, |channels| {
+                let due = channels.next_deadline().into_iter().chain(until).min();
+                due.unwrap_or_else(|| deadline_in(LOOK_AGAIN))
+            })?;
         }
     }
 }

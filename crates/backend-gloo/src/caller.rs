@@ -147,13 +147,17 @@ impl Shared {
                 }
                 Turn::Moved => waiter.moved(executor, self),
                 Turn::Waiting => {
-                    if until.is_some_and(|until| time_left(until).is_zero()) {
-                        waiter.moved(executor, self);
-                        return Ok(());
+                    if waiter.asks_the_clock() {
+                        executor.check_deadlines(self)?;
+                        if until.is_some_and(|until| time_left(until).is_zero()) {
+                            waiter.moved(executor, self);
+                            return Ok(());
+                        }
                     }
-                    let due = executor.next_deadline(self).into_iter().chain(until).min();
-                    let due = due.unwrap_or_else(|| deadline_in(LOOK_AGAIN));
-                    waiter.wait(executor, self, due)?;
+                    waiter.wait(executor, self, |executor| {
+                        let due = executor.next_deadline(self).into_iter().chain(until).min();
+                        due.unwrap_or_else(|| deadline_in(LOOK_AGAIN))
+                    })?;
                 }
             }
         }

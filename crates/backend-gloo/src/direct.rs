@@ -169,8 +169,9 @@ impl Call<'_> {
             self.executor.blocked(self.shared, from)?;
         }
         self.compare_others()?;
-        self.waiter.wait(self.executor, self.shared, self.deadline)?;
-        if self.waiter.is_slow() && time_left(self.deadline).is_zero() {
+        let deadline = self.deadline;
+        self.waiter.wait(self.executor, self.shared, |_| deadline)?;
+        if self.waiter.asks_the_clock() && time_left(deadline).is_zero() {
             let elapsed = began.elapsed().as_secs_f64();
             let (senders, takers) = if sends {
                 (vec![], vec![from])

@@ -338,7 +338,10 @@ impl Engine {
         }
         match executor.turn(&self.shared, Some(u64::MAX))? {
             Turn::Moved | Turn::Ended => Ok(true),
-            Turn::Waiting => Ok(false),
+            Turn::Waiting => {
+                executor.check_deadlines(&self.shared)?;
+                Ok(false)
+            }
             Turn::Idle => {
                 if let Some(executor) = self.executor.take() {
                     self.shared.give_back(executor, Taken::Engine);

@@ -144,13 +144,9 @@ impl Executor {
             _ if closed => Ok(Turn::Moved),
             Step::Blocked(rank) => {
                 self.blocked(shared, rank)?;
-                self.check_deadline(shared)?;
                 Ok(Turn::Waiting)
             }
-            _ => {
-                self.check_deadline(shared)?;
-                Ok(Turn::Waiting)
-            }
+            _ => Ok(Turn::Waiting),
         }
     }
 
@@ -257,7 +253,8 @@ impl Executor {
         suspects.chain(self.due(shared)).chain(ahead).min()
     }
 
-    fn check_deadline(&self, shared: &Shared) -> Result<()> {
+    /// The error of an operation that is past its deadline.
+    pub(crate) fn check_deadlines(&self, shared: &Shared) -> Result<()> {
         let (Some(execution), Some(due)) = (&self.current, self.due(shared)) else {
             return Ok(());
         };

@@ -163,10 +163,16 @@ impl Driven for Executor {
     }
 }
 
+/// A driver that looks again without a sleep asks the clock every so many looks: asking costs as much as looking does, and a peer that sends a little
+/// now and then must not keep it from the deadline.
+const CLOCK_EVERY: u32 = 64;
+
 /// The wait of one driver. Call [`moved`](Self::moved) after progress and [`wait`](Self::wait) without.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
     looked: u32,
+    /// How often it waited, whatever moved in between.
+    waits: u32,
     armed: bool,
     yielded: u32,
     /// Since when it lets others run between two looks at sockets.
@@ -199,10 +205,21 @@ impl Waiter {
         self.slow
     }
 
-    /// Nothing moved. Returns when it is worth looking again; by `until` at the latest.
+    /// True if deadlines have to be looked at before the next wait: whenever that may sleep, and now and then.
+    pub(crate) fn asks_the_clock(&self) -> bool {
+        self.slow || self.waits % CLOCK_EVERY == CLOCK_EVERY - 1
+    }
+
+    /// Nothing moved. Returns when it is worth looking again; where it sleeps, by `until` at the latest.
     ///
     /// Errors: `Aborted` once the engine's thread wants back what is driven.
-    pub(crate) fn wait<D: Driven>(&mut self, driven: &mut D, shared: &Shared, until: Instant) -> Result<()> {
+    pub(crate) fn wait<D: Driven>(
+        &mut self,
+        driven: &mut D,
+        shared: &Shared,
+        until: impl FnOnce(&D) -> Instant,
+    ) -> Result<()> {
+        self.waits = self.waits.wrapping_add(1);
         go_on(shared.interrupt())?;
         driven.look(shared);
         self.looked = self.looked.saturating_add(1);
@@ -238,6 +255,7 @@ impl Waiter {
             return Ok(());
         }
         self.armed = false;
+        let until = until(driven);
         driven.sleep(shared, until)
     }
 }

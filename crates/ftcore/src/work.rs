@@ -108,6 +108,8 @@ struct Progress {
     on_recorded: Vec<OnRecorded>,
     /// Of tasks that await it.
     wakers: Vec<Waker>,
+    /// How many threads sleep until it moves: telling none is a system call, too.
+    sleepers: u32,
 }
 
 struct Shared {
@@ -189,6 +191,7 @@ fn pair(
             done: None,
             on_recorded: Vec::new(),
             wakers: Vec::new(),
+            sleepers: 0,
         }),
         moved: Condvar::new(),
         abort,
@@ -217,7 +220,7 @@ impl Shared {
             };
             entry.ended(failure);
         }
-        let (uncalled, wakers);
+        let (uncalled, wakers, sleepers);
         let callbacks = {
             let mut guard = self.lock();
             let callbacks = match std::mem::replace(&mut guard.state, state) {
@@ -229,10 +232,13 @@ impl Shared {
             // Dropped outside the lock: a callback may hold another operation's completer.
             uncalled = std::mem::take(&mut guard.on_recorded);
             wakers = std::mem::take(&mut guard.wakers);
+            sleepers = guard.sleepers;
             callbacks
         };
         drop(uncalled);
-        self.moved.notify_all();
+        if sleepers > 0 {
+            self.moved.notify_all();
+        }
         for callback in callbacks {
             callback(&status);
         }
@@ -301,12 +307,14 @@ impl Work {
                 ))
                 .with_op(self.0.kind.name()));
             }
+            guard.sleepers += 1;
             guard = self
                 .0
                 .moved
                 .wait_timeout(guard, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
+            guard.sleepers -= 1;
         }
     }
 
