@@ -13,9 +13,10 @@ use ftcore::{
 
 use crate::blocking;
 use crate::direct;
-use crate::executor::{Holder, Turn};
+use crate::executor::{Executor, Holder, Turn};
 use crate::leave::NOTICE_TIME;
 use crate::queue::{Begin, Shared, Submission, later, prepare};
+use crate::transport::shm::Sleep;
 use crate::waiter::Waiter;
 
 /// A driver without any deadline of its own looks again after this long.
@@ -118,6 +119,41 @@ impl Shared {
             Err(error) => holder.fail(error),
         }
         outcome(&work)
+    }
+
+    /// Begins an operation that was submitted on an idle group: sends what it sends first, and leaves the rest to the thread that waits for it, or to
+    /// the engine's once the others have sent theirs.
+    pub(crate) fn begin_here(&self, executor: Box<Executor>, submission: Submission, seq: u64) {
+        let mut holder = Holder::new(self, executor);
+        match self.begin_on(&mut holder, submission, seq) {
+            Ok(Turn::Waiting) => holder.park(),
+            Ok(_) => drop(holder),
+            Err(error) => holder.fail(error),
+        }
+    }
+
+    /// What came of the first turns of an operation. If it waits, the bell is armed for the engine's thread.
+    fn begin_on(&self, holder: &mut Holder<'_>, submission: Submission, seq: u64) -> Result<Turn> {
+        let executor = holder.executor()?;
+        let execution = prepare(submission, seq, self).map_err(|failed| {
+            let (error, completer) = *failed;
+            completer.fail(error.clone(), Vec::new());
+            error
+        })?;
+        execution.started();
+        executor.current = Some(execution);
+        if executor.turn(self, None)? == Turn::Ended {
+            return Ok(Turn::Ended);
+        }
+        // What came before that is seen now; for what comes after it others ring.
+        self.bell().arm(Sleep::Thread);
+        match executor.turn(self, None) {
+            Ok(Turn::Waiting) => Ok(Turn::Waiting),
+            other => {
+                self.bell().disarm();
+                other
+            }
+        }
     }
 
     /// Runs what is queued up to operation `last`, if no other thread does, until that has ended or `until`.

@@ -352,23 +352,31 @@ impl Engine {
         }
     }
 
+    /// Until when this thread may sleep.
     fn next_deadline(&self) -> Option<Instant> {
-        let queue = self.shared.lock();
+        let mut queue = self.shared.lock();
         let collectives = queue.collectives.iter().map(|s| s.deadline);
         let drain = match &queue.stop {
             Some(Stop::Drain(deadline)) => Some(*deadline),
             _ => None,
         };
-        let executor = self.executor.as_ref().and_then(|l| l.next_deadline(&self.shared));
-        collectives
+        // Also of one that is parked.
+        let executor = self.executor.as_ref().or(queue.executor.as_ref());
+        let executor = executor.and_then(|executor| executor.next_deadline(&self.shared));
+        let looks_again = queue.looks_again.filter(|at| !time_left(*at).is_zero());
+        let until = collectives
             .chain(executor)
+            .chain(looks_again)
             .chain(
                 self.channels
                     .as_ref()
                     .and_then(|channels| channels.next_deadline()),
             )
             .chain(drain)
-            .min()
+            .min();
+        queue.looks_again = looks_again;
+        queue.sleeps_until = until;
+        until
     }
 
     fn check_deadlines(&mut self) -> Result<()> {

@@ -56,6 +56,8 @@ pub(crate) struct Executor {
     railed: bool,
     /// Private memory of short operations.
     pub(crate) scratch: Vec<u8>,
+    /// No thread drives it, and the bell is armed for the engine's thread.
+    pub(crate) parked: bool,
 }
 
 impl Executor {
@@ -75,6 +77,7 @@ impl Executor {
             ahead: VecDeque::new(),
             failure: None,
             scratch: Vec::new(),
+            parked: false,
         }
     }
 
@@ -485,6 +488,13 @@ impl<'a> Holder<'a> {
         self.executor
             .as_deref_mut()
             .ok_or_else(|| Error::new(ErrorKind::Internal, "the executor was given back"))
+    }
+
+    /// What runs waits for others, and this thread does not; see [`Shared::park`].
+    pub(crate) fn park(mut self) {
+        if let Some(executor) = self.executor.take() {
+            self.shared.park(executor);
+        }
     }
 
     /// The driver gives up: the engine's thread ends the group with `error`.

@@ -29,6 +29,9 @@ pub(crate) fn later(at: Instant, by: Duration) -> Instant {
     at.checked_add(by).unwrap_or(at)
 }
 
+/// Up to so many bytes a thread that submits an operation begins it itself: what takes a few microseconds. More would keep it from what it computes.
+const BEGIN_HERE: usize = 64 * 1024;
+
 /// How a group ends.
 #[derive(Debug, Clone)]
 pub(crate) enum Stop {
@@ -65,6 +68,11 @@ pub(crate) struct Queue {
     /// Likewise.
     pub(crate) channels: Option<Box<Channels>>,
     next_seq: u64,
+    /// Until when the engine's thread sleeps at the most, or slept last; `None` without an end.
+    pub(crate) sleeps_until: Option<Instant>,
+    /// When that thread looks again though nothing has to be done by then: the deadline of an operation whose caller has not woken it. So one call
+    /// in many wakes it.
+    pub(crate) looks_again: Option<Instant>,
     pub(crate) stop: Option<Stop>,
     pub(crate) first_error: Option<Error>,
     /// The thread has let go of its peers and its work.
@@ -253,7 +261,9 @@ impl Shared {
         if !wanted || executor.failure.is_some() {
             return None;
         }
-        queue.executor.take()
+        let executor = queue.executor.take();
+        drop(queue);
+        executor.map(|executor| self.unparked(executor))
     }
 
     /// The executor for the engine's thread, if it has no driver and something to do.
@@ -263,7 +273,17 @@ impl Shared {
         if executor.is_idle() && queue.collectives.is_empty() {
             return None;
         }
-        queue.executor.take()
+        let executor = queue.executor.take();
+        drop(queue);
+        executor.map(|executor| self.unparked(executor))
+    }
+
+    /// A driver looks for itself.
+    fn unparked(&self, mut executor: Box<Executor>) -> Box<Executor> {
+        if std::mem::take(&mut executor.parked) {
+            self.bell().disarm();
+        }
+        executor
     }
 
     /// The executor and the channels, whatever they do; waits until their drivers, who are told to hurry, give them back. `own`: those
@@ -302,6 +322,27 @@ impl Shared {
             self.changed.notify_all();
         }
         if by == Taken::Caller && (more || self.in_trouble()) {
+            self.wake();
+        }
+    }
+
+    /// Puts the executor back with an operation that waits for others, who ring for the engine's thread (the bell is armed). It drives from then on,
+    /// unless the caller waits for its work before. It is woken only if it would sleep past a deadline or there is more to do.
+    pub(crate) fn park(&self, mut executor: Box<Executor>) {
+        executor.parked = true;
+        let due = executor.next_deadline(self);
+        let mut queue = self.lock();
+        let sleeps_past = due.is_some_and(|due| queue.sleeps_until.is_none_or(|until| until > due));
+        if sleeps_past {
+            queue.looks_again = due;
+        }
+        let more = sleeps_past || !queue.collectives.is_empty() || queue.stop.is_some();
+        queue.executor = Some(executor);
+        drop(queue);
+        if self.interrupt.load(Ordering::Acquire) {
+            self.changed.notify_all();
+        }
+        if more || self.in_trouble() {
             self.wake();
         }
     }
@@ -377,8 +418,16 @@ impl Shared {
             self.run_alone(submission);
             return Ok(work);
         }
-        if seq.is_some() {
+        if let Some(seq) = seq {
             self.unfinished.fetch_add(1, Ordering::AcqRel);
+            if self.may_begin_here(&queue, &submission.op)
+                && let Some(executor) = queue.executor.take()
+            {
+                queue.running = Some((kind, seq));
+                drop(queue);
+                self.begin_here(executor, submission, seq);
+                return Ok(work);
+            }
             queue.collectives.push_back(submission);
         } else {
             queue.messages.push_back(submission);
@@ -391,6 +440,15 @@ impl Shared {
         drop(queue);
         self.wake();
         Ok(work)
+    }
+
+    /// True if the thread that submits `op` begins it: where the group is idle and all ranks share memory, a short one takes less than to wake a thread.
+    fn may_begin_here(&self, queue: &Queue, op: &Collective) -> bool {
+        self.waker.is_none()
+            && queue.collectives.is_empty()
+            && queue.stop.is_none()
+            && queue.executor.as_ref().is_some_and(|executor| executor.is_idle())
+            && op.tensors().iter().map(|tensor| tensor.byte_len()).sum::<usize>() <= BEGIN_HERE
     }
 
     /// An operation was refused: the flight recorder keeps the first one.
