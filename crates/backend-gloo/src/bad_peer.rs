@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Configuration, DType, Epoch, Error, ErrorKind, Fingerprint, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Result, Store, Tensor, deadline_in,
+    ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, deadline_in,
 };
 
 use crate::GlooGroup;
@@ -173,6 +173,35 @@ pub(crate) fn data_header(seq: u64, length: u64) -> DataHeader {
         fingerprint: op.fingerprint(),
         lent: false,
     }
+}
+
+#[test]
+fn a_peer_that_sends_a_little_now_and_then_keeps_no_operation_from_its_deadline() {
+    const COUNT: usize = 4 << 20;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
+    let sum = || ftcore::Collective::AllReduce {
+        tensors: vec![Tensor::zeros(DType::F32, COUNT)],
+        op: ReduceOp::Sum,
+    };
+    std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)).unwrap());
+        let mut stranger = Stranger::connect(&store);
+        ours.join().unwrap();
+        let options = SubmitOptions::by(deadline_in(Duration::from_secs(1)));
+        let call = scope.spawn(|| group.run_blocking(sum(), options));
+        let header = DataHeader {
+            fingerprint: sum().fingerprint(),
+            ..data_header(0, 4 * COUNT as u64)
+        };
+        stranger.data.write_all(&header.encode()).unwrap();
+        // Byte by byte: the tensor takes longer than this test may.
+        let until = soon();
+        while !call.is_finished() && Instant::now() < until && stranger.data.write_all(&[0]).is_ok() {}
+        assert!(call.is_finished(), "it goes on beyond its deadline");
+        let error = call.join().unwrap().unwrap_err().error;
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    });
 }
 
 #[test]

@@ -14,7 +14,7 @@ use ftcore::flight_recorder::Summary;
 use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::caller::{LOOK_AGAIN, outcome};
+use crate::caller::{LOOK_AGAIN, looks, outcome};
 use crate::channels::{Channels, Inbox, Out, Outbox, YIELDS, local};
 use crate::executor::wait_for;
 use crate::p2p::{Begun, Way, copy, lost};
@@ -94,6 +94,13 @@ impl Round<'_> {
         self.channels.as_deref_mut().ok_or_else(lost)
     }
 
+    /// What is pending waits for others, and this thread does not.
+    fn park(mut self) {
+        if let Some(channels) = self.channels.take() {
+            self.shared.park_channels(channels);
+        }
+    }
+
     /// The caller gives up: the engine's thread ends the group with `error`.
     fn fail(mut self, error: Error) {
         if let Some(channels) = &mut self.channels {
@@ -161,7 +168,51 @@ impl Shared {
     pub(crate) fn take_busy_channels(&self) -> Option<Box<Channels>> {
         let mut queue = self.lock();
         let busy = !queue.messages.is_empty();
-        queue.channels.take_if(|channels| busy || !channels.is_idle())
+        let channels = queue.channels.take_if(|channels| busy || !channels.is_idle());
+        drop(queue);
+        channels.map(|channels| self.unparked_channels(channels))
+    }
+
+    /// A driver looks for itself.
+    fn unparked_channels(&self, mut channels: Box<Channels>) -> Box<Channels> {
+        if std::mem::take(&mut channels.parked) {
+            self.channels_bell().disarm();
+        }
+        channels
+    }
+
+    /// Begins a message that was submitted: sends what goes, and leaves the rest to the thread that waits for it, or to the engine's once others ring.
+    pub(crate) fn send_here(&self, channels: Box<Channels>, submission: Submission) {
+        let mut round = Round {
+            shared: self,
+            channels: Some(self.unparked_channels(channels)),
+        };
+        match self.send_on(&mut round, submission) {
+            Ok(true) => round.park(),
+            Ok(false) => drop(round),
+            Err(error) => round.fail(error),
+        }
+    }
+
+    /// The first turns of a message. True if it waits, with the bell armed for the engine's thread.
+    fn send_on(&self, round: &mut Round<'_>, submission: Submission) -> Result<bool> {
+        let channels = round.channels()?;
+        channels.submit(submission)?;
+        for _ in 0..looks(channels.spins) {
+            channels.turn(self)?;
+            if channels.is_idle() {
+                return Ok(false);
+            }
+        }
+        // What came before that is seen now; for what comes after it others ring.
+        self.channels_bell().arm(Sleep::Thread);
+        match channels.turn(self) {
+            Ok(false) => Ok(true),
+            other => {
+                self.channels_bell().disarm();
+                other.map(|_| false)
+            }
+        }
     }
 
     /// Drives the messages, if no other thread does, until what the caller waits for has `ended`, or `until`.

@@ -22,6 +22,12 @@ use crate::waiter::Waiter;
 /// A driver without any deadline of its own looks again after this long.
 pub(crate) const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
+/// How often a thread that begins an operation looks at it before it goes: where each rank has a core, the others are often as far, and to look
+/// costs less than to have a thread woken.
+pub(crate) fn looks(spins: bool) -> u32 {
+    if spins { 16 } else { 1 }
+}
+
 impl Shared {
     /// Runs an operation to its end.
     pub(crate) fn execute(
@@ -142,8 +148,10 @@ impl Shared {
         })?;
         execution.started();
         executor.current = Some(execution);
-        if executor.turn(self, None)? == Turn::Ended {
-            return Ok(Turn::Ended);
+        for _ in 0..looks(executor.spin_budget.spins()) {
+            if executor.turn(self, None)? == Turn::Ended {
+                return Ok(Turn::Ended);
+            }
         }
         // What came before that is seen now; for what comes after it others ring.
         self.bell().arm(Sleep::Thread);

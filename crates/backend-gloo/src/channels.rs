@@ -185,6 +185,8 @@ pub(crate) struct Channels {
     pub(crate) spins: bool,
     /// Why the driver gave up: the engine's thread ends the group with it.
     pub(crate) failure: Option<Error>,
+    /// No thread drives them, and their bell is armed for the engine's thread.
+    pub(crate) parked: bool,
 }
 
 impl Channels {
@@ -212,6 +214,7 @@ impl Channels {
             },
             spins,
             failure: None,
+            parked: false,
         }
     }
 

@@ -360,18 +360,16 @@ impl Engine {
             Some(Stop::Drain(deadline)) => Some(*deadline),
             _ => None,
         };
-        // Also of one that is parked.
+        // Also of what is parked.
         let executor = self.executor.as_ref().or(queue.executor.as_ref());
         let executor = executor.and_then(|executor| executor.next_deadline(&self.shared));
+        let channels = self.channels.as_ref().or(queue.channels.as_ref());
+        let channels = channels.and_then(|channels| channels.next_deadline());
         let looks_again = queue.looks_again.filter(|at| !time_left(*at).is_zero());
         let until = collectives
             .chain(executor)
             .chain(looks_again)
-            .chain(
-                self.channels
-                    .as_ref()
-                    .and_then(|channels| channels.next_deadline()),
-            )
+            .chain(channels)
             .chain(drain)
             .min();
         queue.looks_again = looks_again;

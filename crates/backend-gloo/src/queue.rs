@@ -81,6 +81,17 @@ pub(crate) struct Queue {
     pub(crate) cut_short: bool,
 }
 
+impl Queue {
+    /// True if the engine's thread has to be woken, or it would sleep past what is `due`.
+    fn sleeps_past(&mut self, due: Option<Instant>) -> bool {
+        let sleeps_past = due.is_some_and(|due| self.sleeps_until.is_none_or(|until| until > due));
+        if sleeps_past {
+            self.looks_again = due;
+        }
+        sleeps_past
+    }
+}
+
 /// What the group's handle and the engine's thread have in common.
 pub(crate) struct Shared {
     pub(crate) place: Place,
@@ -332,13 +343,24 @@ impl Shared {
         executor.parked = true;
         let due = executor.next_deadline(self);
         let mut queue = self.lock();
-        let sleeps_past = due.is_some_and(|due| queue.sleeps_until.is_none_or(|until| until > due));
-        if sleeps_past {
-            queue.looks_again = due;
-        }
-        let more = sleeps_past || !queue.collectives.is_empty() || queue.stop.is_some();
+        let more = queue.sleeps_past(due) || !queue.collectives.is_empty() || queue.stop.is_some();
         queue.executor = Some(executor);
         drop(queue);
+        self.parked(more);
+    }
+
+    /// Likewise the channels.
+    pub(crate) fn park_channels(&self, mut channels: Box<Channels>) {
+        channels.parked = true;
+        let due = channels.next_deadline();
+        let mut queue = self.lock();
+        let more = queue.sleeps_past(due) || !queue.messages.is_empty() || queue.stop.is_some();
+        queue.channels = Some(channels);
+        drop(queue);
+        self.parked(more);
+    }
+
+    fn parked(&self, more: bool) {
         if self.interrupt.load(Ordering::Acquire) {
             self.changed.notify_all();
         }
@@ -430,6 +452,13 @@ impl Shared {
             }
             queue.collectives.push_back(submission);
         } else {
+            if self.may_send_here(&queue, &submission.op)
+                && let Some(channels) = queue.channels.take()
+            {
+                drop(queue);
+                self.send_here(channels, submission);
+                return Ok(work);
+            }
             queue.messages.push_back(submission);
             self.incoming.store(true, Ordering::Release);
             if queue.channels.is_none() {
@@ -444,10 +473,23 @@ impl Shared {
 
     /// True if the thread that submits `op` begins it: where the group is idle and all ranks share memory, a short one takes less than to wake a thread.
     fn may_begin_here(&self, queue: &Queue, op: &Collective) -> bool {
-        self.waker.is_none()
-            && queue.collectives.is_empty()
+        queue.collectives.is_empty()
             && queue.stop.is_none()
             && queue.executor.as_ref().is_some_and(|executor| executor.is_idle())
+            && self.is_short(op)
+    }
+
+    /// Likewise a message, and beside short ones that were begun so.
+    fn may_send_here(&self, queue: &Queue, op: &Collective) -> bool {
+        let channels = queue.channels.as_deref();
+        queue.messages.is_empty()
+            && queue.stop.is_none()
+            && channels.is_some_and(|channels| channels.is_idle() || channels.parked)
+            && self.is_short(op)
+    }
+
+    fn is_short(&self, op: &Collective) -> bool {
+        self.waker.is_none()
             && op.tensors().iter().map(|tensor| tensor.byte_len()).sum::<usize>() <= BEGIN_HERE
     }
 

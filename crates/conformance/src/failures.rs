@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Cancel, Collective, Configuration, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt,
-    ReduceOp, SubmitOptions, Tensor, deadline_in,
+    ReduceOp, Status, SubmitOptions, Tensor, deadline_in,
 };
 
 use crate::case::{Case, Worlds, eventually};
@@ -53,10 +53,22 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                 timed_out,
             ),
             Case::new(
+                "failures::l35_timeout_though_no_thread_waits",
+                world,
+                &[abort, reduce],
+                unattended,
+            ),
+            Case::new(
                 "failures::l35_timeout_of_a_receive",
                 world,
                 &[abort, recv],
-                receive_timed_out,
+                |rank| receive_timed_out(rank, true),
+            ),
+            Case::new(
+                "failures::l35_timeout_of_a_receive_though_no_thread_waits",
+                world,
+                &[abort, recv],
+                |rank| receive_timed_out(rank, false),
             ),
             Case::new(
                 "failures::l30_an_old_deadline_spares_the_next_epoch",
@@ -268,7 +280,41 @@ fn timed_out(rank: &Rank) -> Outcome {
     expected::AFTER_DEADLINE.check(began)
 }
 
-fn receive_timed_out(rank: &Rank) -> Outcome {
+/// A short operation with an early deadline, behind others that had time: its rank's threads do something else.
+fn unattended(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let probe = Probe::of(group.as_ref(), DType::I32);
+    for _ in 0..3 {
+        probe.sum(group.as_ref(), "the sum", (1, rank.world as i32), 3)?;
+    }
+    rank.meet("summed")?;
+    if rank.rank == rank.world - 1 {
+        let e = eventually("the notice of the time-out", || group.error())?;
+        ensure!(e.kind() == ErrorKind::Timeout, "the absent rank hears {e}");
+        return Ok(());
+    }
+    let op = Collective::AllReduce {
+        tensors: vec![probe.tensor(1, 3)],
+        op: ReduceOp::Sum,
+    };
+    let work = match group.run(op, SubmitOptions::by(deadline_in(SHORT))) {
+        Ok(work) => work,
+        // Another rank's deadline was earlier.
+        Err(rejected) if rejected.error.kind() == ErrorKind::Poisoned => return Ok(()),
+        Err(rejected) => return Err(rejected.into()),
+    };
+    expected::DEADLINE.check(&failure_of_unattended(&work)?, &[])
+}
+
+fn failure_of_unattended(work: &ftcore::Work) -> Outcome<ftcore::Error> {
+    let failed = || match work.status() {
+        Status::Failed(e) => Some(e),
+        Status::Pending | Status::Succeeded => None,
+    };
+    eventually("the failure of an operation that no thread waits for", failed)
+}
+
+fn receive_timed_out(rank: &Rank, waits: bool) -> Outcome {
     let group = rank.group()?;
     // No rank ends it while another still connects.
     rank.meet("configured")?;
@@ -284,7 +330,10 @@ fn receive_timed_out(rank: &Rank) -> Outcome {
         tag,
     };
     let work = group.run(op, SubmitOptions::by(deadline_in(SHORT)))?;
-    let e = failure_of(rank, group.as_ref(), Some(work))?;
+    let e = match waits {
+        true => failure_of(rank, group.as_ref(), Some(work))?,
+        false => failure_of_unattended(&work)?,
+    };
     expected::RECEIVE_DEADLINE.check(&e, &[("N", "1"), ("TAG", &tag.to_string())])
 }
 

@@ -35,6 +35,13 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             .sharing(),
             Case::new("lifetime::results_are_taken_once", world, &[reduce], taken_once).sharing(),
             Case::new("lifetime::callbacks_run_once_each", world, &[reduce], callbacks).sharing(),
+            Case::new(
+                "lifetime::work_ends_though_no_thread_waits_for_it",
+                world,
+                &[reduce],
+                unattended,
+            )
+            .sharing(),
             // A library of which a process can hold one rank only promises no second group beside the first either.
             Case::new(
                 "lifetime::several_groups_at_once_from_threads",
@@ -158,6 +165,46 @@ fn callbacks(rank: &Rank) -> Outcome {
     rank.meet("called")?;
     ensure!(calls.load(Ordering::SeqCst) == 20, "a callback ran twice");
     Ok(())
+}
+
+/// Short operations, of which a backend may leave a part to the thread that waits. Here the first ranks have nothing else to do, until the last comes.
+fn unattended(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let probe = Probe::of(group.as_ref(), DType::I32);
+    for round in 0..5 {
+        let last = round % rank.world == rank.rank;
+        if last {
+            rank.meet(&format!("submitted {round}"))?;
+        }
+        let work = probe.begin(group.as_ref(), 1, 3)?;
+        if !last {
+            rank.meet(&format!("submitted {round}"))?;
+        }
+        ends(&work)?;
+        probe.check("the sum", &work.take_tensor()?, rank.world as i32, 3)?;
+    }
+    if rank.world == 1 || !group.capabilities().ops.contains(OpKind::Recv) {
+        return Ok(());
+    }
+    let (next, before) = (
+        (rank.rank + 1) % rank.world,
+        (rank.rank + rank.world - 1) % rank.world,
+    );
+    for round in 0..5 {
+        let receive = group.recv(probe.tensor(0, 3), before, 0)?;
+        rank.meet(&format!("receiving {round}"))?;
+        let send = group.send(probe.tensor(rank.rank as i32, 3), next, 0)?;
+        ends(&send)?;
+        ends(&receive)?;
+        probe.check("the message", &receive.take_tensor()?, before as i32, 3)?;
+    }
+    Ok(())
+}
+
+fn ends(work: &ftcore::Work) -> Outcome {
+    eventually("the end of an operation that no thread waits for", || {
+        (!matches!(work.status(), Status::Pending)).then_some(())
+    })
 }
 
 fn several_groups(rank: &Rank) -> Outcome {
