@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use ftcore::{
     DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Status, SubmitOptions, Tensor,
@@ -201,10 +202,16 @@ fn unattended(rank: &Rank) -> Outcome {
     Ok(())
 }
 
+/// Long before any deadline, at which a backend looks at everything.
+const AT_ONCE: Duration = Duration::from_secs(10);
+
 fn ends(work: &ftcore::Work) -> Outcome {
+    let began = Instant::now();
     eventually("the end of an operation that no thread waits for", || {
         (!matches!(work.status(), Status::Pending)).then_some(())
-    })
+    })?;
+    ensure!(began.elapsed() < AT_ONCE, "it ended after {:?}", began.elapsed());
+    Ok(())
 }
 
 fn several_groups(rank: &Rank) -> Outcome {
