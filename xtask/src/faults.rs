@@ -130,7 +130,7 @@ const FAULTS: &[Fault] = &[
     ("quantised: a peer may claim any number of contributors", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if contributors > most {", "if false && contributors > most {")]),
     ("gloo: the deadline of an operation that no thread drives", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/queue.rs", "let sleeps_past = due.is_some_and(|due| queue.sleeps_until.is_none_or(|until| until > due));", "let sleeps_past = false;")]),
     ("gloo: an operation that no thread drives is not rung for", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/caller.rs", "self.bell().arm(Sleep::Thread);", "let _ = Sleep::Thread;")]),
-    ("gloo: a driver that does not sleep never asks the clock", Tests("backend-gloo --lib -- a_little_now_and_then"), &[("crates/backend-gloo/src/waiter.rs", "self.slow || self.waits % CLOCK_EVERY == CLOCK_EVERY - 1", "self.slow")]),
+    ("gloo: a driver that does not sleep never asks the clock", Tests("backend-gloo --lib -- asks_the_clock"), &[("crates/backend-gloo/src/waiter.rs", "self.slow || self.waits % CLOCK_EVERY == CLOCK_EVERY - 1", "self.slow")]),
     ("a work's end is not told to the one thread that sleeps for it", Tests("ftcore --lib -- work"), &[("crates/ftcore/src/work.rs", "if sleepers > 0 {", "if sleepers > 1 {")]),
     ("quantised: a header of another call is read", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if theirs != self.fingerprint {", "if false && theirs != self.fingerprint {")]),
     ("layout: the stage before and the stage after", Tests("oxccl-world --test all"), &[("crates/world/src/layout.rs", "Some((at(stage + length - 1), at(stage + 1)))", "Some((at(stage + 1), at(stage + length - 1)))")]),

@@ -263,11 +263,52 @@ impl Waiter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::execution::Place;
+    use crate::schedule::Hosts;
+    use crate::transport::shm::Bells;
 
     #[test]
     fn a_rank_spins_where_there_are_cores_for_all_or_each_has_its_own() {
         assert!(!SpinBudget::of(usize::MAX, false).spins());
         assert!(SpinBudget::of(usize::MAX, true).spins());
         assert!(SpinBudget::of(0, false).spins());
+    }
+
+    /// Nothing moves, and nothing is there to look at.
+    struct Still(SpinBudget);
+
+    impl Driven for Still {
+        fn spin_budget(&mut self) -> &mut SpinBudget {
+            &mut self.0
+        }
+        fn look(&mut self, _: &Shared) {}
+        fn glance(&mut self) -> u32 {
+            0
+        }
+        fn arm(&self, _: &Shared) {}
+        fn disarm(&self, _: &Shared) {}
+        fn sleep(&mut self, _: &Shared, _: Instant) -> Result<()> {
+            panic!("it sleeps although something moves all the time");
+        }
+    }
+
+    #[test]
+    fn a_driver_asks_the_clock_though_something_moves_between_any_two_waits() {
+        let place = Place {
+            rank: 0,
+            world: 2,
+            epoch: 1,
+            one_host: true,
+        };
+        let bells = Bells::private(false).unwrap();
+        let shared = Shared::new(place, Hosts::default(), bells, None, Vec::new(), true).unwrap();
+        let (mut waiter, mut still) = (Waiter::default(), Still(SpinBudget::of(1, true)));
+        let mut asked = 0;
+        for _ in 0..1000 {
+            asked += u32::from(waiter.asks_the_clock());
+            waiter.wait(&mut still, &shared, |_| Instant::now()).unwrap();
+            waiter.moved(&mut still, &shared);
+        }
+        assert!((5..100).contains(&asked), "{asked} times");
     }
 }

@@ -597,6 +597,29 @@ mod tests {
     }
 
     #[test]
+    fn one_thread_that_sleeps_is_woken_by_the_end() {
+        let (work, completer) = pair();
+        let waits = {
+            let work = work.clone();
+            std::thread::spawn(move || {
+                let began = Instant::now();
+                work.wait(deadline_in(Duration::from_secs(20))).unwrap();
+                began.elapsed()
+            })
+        };
+        while work.0.lock().sleepers == 0 {
+            std::thread::yield_now();
+        }
+        completer.succeed(Completion {
+            tensors: Vec::new(),
+            source: None,
+            contributors: 0,
+        });
+        let waited = waits.join().unwrap();
+        assert!(waited < Duration::from_secs(10), "it slept for {waited:?}");
+    }
+
+    #[test]
     fn waiting_drives_an_operation_that_is_pending_and_only_then() {
         let slot = Arc::new(Mutex::new(None::<Completer>));
         let its_slot = slot.clone();
