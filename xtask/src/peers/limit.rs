@@ -20,7 +20,7 @@ const SHORT: u64 = 4_096;
 /// What `oxccl bench-limit` says.
 #[derive(Deserialize)]
 struct Measured {
-    /// None where ranks share cores.
+    cores: u32,
     hand_over_us: Option<f64>,
     copies: Vec<Copies>,
 }
@@ -35,7 +35,7 @@ struct Copies {
 /// What the machine could do in one round, in microseconds.
 #[derive(Default)]
 pub(super) struct Limits {
-    /// A hand-over of a cache line between two cores; none where ranks share them.
+    /// A hand-over of a cache line between two cores.
     pub(super) hand_over: Option<f64>,
     /// Of each point that has one.
     pub(super) points: BTreeMap<Point, f64>,
@@ -60,10 +60,11 @@ pub(super) fn measure(oxccl: &Path, ranks: u32, points: &[Point], scratch: &Path
 /// Where ranks share cores, a short operation takes what the switches between them take, which is not measured: it has no limit.
 fn limits(measured: &Measured, ranks: u32, points: &[Point]) -> BTreeMap<Point, f64> {
     let limit = |point: &Point| {
-        if measured.hand_over_us.is_none() && point.bytes <= SHORT {
+        let hand_over = measured.hand_over_us.filter(|_| ranks <= measured.cores);
+        if hand_over.is_none() && point.bytes <= SHORT {
             return None;
         }
-        let hand_over = measured.hand_over_us.unwrap_or_default();
+        let hand_over = hand_over.unwrap_or_default();
         let crossing = point.operation.crossing(ranks) * point.bytes as f64;
         if crossing == 0.0 {
             return Some((*point, hand_over));
@@ -82,22 +83,22 @@ mod tests {
     #[test]
     fn a_limit_has_the_bytes_that_cross_and_a_hand_over_and_short_operations_have_none_where_ranks_share_cores()
      {
-        let text = |hand_over: &str| {
+        let text = || {
             let copies =
                 r#"[{"bytes":4,"bytes_per_second":4e9},{"bytes":1048576,"bytes_per_second":1.048576e10}]"#;
-            format!(r#"{{"hand_over_us":{hand_over},"copies":{copies}}}"#)
+            format!(r#"{{"cores":2,"hand_over_us":0.25,"copies":{copies}}}"#)
         };
         let all = points(&Operation::ALL, Some(&[4, 1 << 20]), 2);
-        let of = |hand_over: &str, ranks, operation, bytes| {
-            let measured: Measured = serde_json::from_str(&text(hand_over)).unwrap();
+        let of = |ranks, operation, bytes| {
+            let measured: Measured = serde_json::from_str(&text()).unwrap();
             let limits = limits(&measured, ranks, &all);
             limits.get(&Point { operation, bytes }).copied()
         };
-        assert_eq!(of("0.25", 2, Operation::Barrier, 0), Some(0.25));
-        assert_eq!(of("0.25", 2, Operation::AllReduce, 1 << 20), Some(100.25));
-        assert_eq!(of("0.25", 2, Operation::AllGatherInto, 1 << 20), Some(50.25));
-        assert_eq!(of("null", 4, Operation::Broadcast, 1 << 20), Some(75.0));
-        assert_eq!(of("null", 4, Operation::AllReduce, 4), None);
-        assert_eq!(of("null", 4, Operation::Barrier, 0), None);
+        assert_eq!(of(2, Operation::Barrier, 0), Some(0.25));
+        assert_eq!(of(2, Operation::AllReduce, 1 << 20), Some(100.25));
+        assert_eq!(of(2, Operation::AllGatherInto, 1 << 20), Some(50.25));
+        assert_eq!(of(4, Operation::Broadcast, 1 << 20), Some(75.0));
+        assert_eq!(of(4, Operation::AllReduce, 4), None);
+        assert_eq!(of(4, Operation::Barrier, 0), None);
     }
 }

@@ -37,7 +37,8 @@ pub(crate) struct LimitArguments {
 
 #[derive(Serialize)]
 struct Limits {
-    /// Microseconds; none where the threads have not a core each.
+    cores: usize,
+    /// Microseconds between two cores; none where there is one.
     hand_over_us: Option<f64>,
     copies: Vec<Copies>,
 }
@@ -52,10 +53,7 @@ struct Copies {
 pub(crate) fn run(arguments: LimitArguments) -> Result<ExitCode> {
     let threads = arguments.threads as usize;
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let hand_over_us = match (2..=cores).contains(&threads) {
-        true => Some(hand_over()?),
-        false => None,
-    };
+    let hand_over_us = (threads > 1 && cores > 1).then(hand_over).transpose()?;
     let mut copies = Vec::new();
     for &bytes in &arguments.sizes {
         let size = usize::try_from(bytes)
@@ -65,7 +63,11 @@ pub(crate) fn run(arguments: LimitArguments) -> Result<ExitCode> {
             bytes_per_second: copy_rate(threads, size)?,
         });
     }
-    let limits = Limits { hand_over_us, copies };
+    let limits = Limits {
+        cores,
+        hand_over_us,
+        copies,
+    };
     crate::results::json(&limits, "the limits")?;
     Ok(ExitCode::SUCCESS)
 }
