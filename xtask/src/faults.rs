@@ -130,6 +130,7 @@ const FAULTS: &[Fault] = &[
     ("quantised: a peer may claim any number of contributors", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if contributors > most {", "if false && contributors > most {")]),
     ("gloo: the deadline of an operation that no thread drives", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/queue.rs", "let sleeps_past = due.is_some_and(|due| self.sleeps_until.is_none_or(|until| until > due));", "let sleeps_past = false;")]),
     ("gloo: an operation that no thread drives is not rung for", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/caller.rs", "self.bell().arm(Sleep::Thread);", "let _ = Sleep::Thread;")]),
+    ("gloo: an operation that was rung for while it was parked", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/queue.rs", "let rung = !self.bell().is_armed();", "let rung = false;")]),
     ("gloo: a driver that does not sleep never asks the clock", Tests("backend-gloo --lib -- asks_the_clock"), &[("crates/backend-gloo/src/waiter.rs", "self.slow || self.waits % CLOCK_EVERY == CLOCK_EVERY - 1", "self.slow")]),
     ("a work's end is not told to the one thread that sleeps for it", Tests("ftcore --lib -- work"), &[("crates/ftcore/src/work.rs", "if sleepers > 0 {", "if sleepers > 1 {")]),
     ("quantised: a header of another call is read", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if theirs != self.fingerprint {", "if false && theirs != self.fingerprint {")]),

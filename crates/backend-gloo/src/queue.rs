@@ -345,8 +345,10 @@ impl Shared {
         let mut queue = self.lock();
         let more = queue.sleeps_past(due) || !queue.collectives.is_empty() || queue.stop.is_some();
         queue.executor = Some(executor);
+        // Who was rung for before found nothing to drive.
+        let rung = !self.bell().is_armed();
         drop(queue);
-        self.parked(more);
+        self.parked(more || rung);
     }
 
     /// Likewise the channels.
@@ -356,8 +358,9 @@ impl Shared {
         let mut queue = self.lock();
         let more = queue.sleeps_past(due) || !queue.messages.is_empty() || queue.stop.is_some();
         queue.channels = Some(channels);
+        let rung = !self.channels_bell().is_armed();
         drop(queue);
-        self.parked(more);
+        self.parked(more || rung);
     }
 
     fn parked(&self, more: bool) {

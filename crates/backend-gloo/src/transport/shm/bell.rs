@@ -195,6 +195,11 @@ impl<const AT: usize> Bell<AT> {
         word::arm(self.0.page.word32::<AT>(), word);
     }
 
+    /// True unless a peer has rung since [`arm`](Self::arm).
+    pub(crate) fn is_armed(&self) -> bool {
+        word::is_armed(self.0.page.word32::<AT>())
+    }
+
     /// No sleep after all, or it is over.
     pub(crate) fn disarm(&self) {
         word::disarm(self.0.page.word32::<AT>());

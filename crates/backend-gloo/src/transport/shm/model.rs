@@ -3,11 +3,11 @@
 
 use std::sync::atomic::Ordering;
 
-use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
+use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-use super::word::{AWAKE, ON_THREAD, ON_WORD, Word, arm, disarm, ring};
+use super::word::{AWAKE, ON_THREAD, ON_WORD, Word, arm, disarm, is_armed, ring};
 
 /// The word as one side sees it, with its fence or without.
 struct Side<'a, const FENCED: bool>(&'a AtomicU32);
@@ -162,4 +162,37 @@ fn a_thread_that_counts_its_bell_before_it_arms_does_not_sleep_through_a_ring() 
         let rung = bell.load(Ordering::SeqCst) != counted;
         assert!(seen || rung, "the thread sleeps and is not woken");
     });
+}
+
+/// A thread arms for the engine's, looks, and puts what it drove where that thread finds it. True if it looks whether it was rung for meanwhile.
+fn parks<const LOOKS_AGAIN: bool>() {
+    loom::model(|| {
+        let shared = Shared::new();
+        let parked = Arc::new(Mutex::new(false));
+        let engine = {
+            let (shared, parked) = (shared.clone(), parked.clone());
+            // The peer, and the thread that it wakes.
+            ringer(move || shared.publish::<true>(0) == ON_THREAD && *parked.lock().unwrap())
+        };
+        arm(&Side::<true>(&shared.word), ON_THREAD);
+        let seen = shared.sees(0);
+        let rung = {
+            let mut parked = parked.lock().unwrap();
+            *parked = true;
+            !is_armed(&Side::<true>(&shared.word))
+        };
+        let taken = engine.join().unwrap();
+        let driven = seen || taken || (LOOKS_AGAIN && rung);
+        assert!(driven, "what is parked has no driver");
+    });
+}
+
+#[test]
+fn what_was_rung_for_before_it_was_parked_is_driven() {
+    parks::<true>();
+    let failed = std::panic::catch_unwind(parks::<false>).unwrap_err();
+    assert_eq!(
+        failed.downcast_ref::<&str>().copied(),
+        Some("what is parked has no driver")
+    );
 }

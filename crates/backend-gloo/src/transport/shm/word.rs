@@ -56,3 +56,8 @@ pub(super) fn arm<W: Word>(word: &W, how: u32) {
 pub(super) fn disarm<W: Word>(word: &W) {
     word.store(AWAKE, Ordering::Relaxed);
 }
+
+/// True unless the owner was rung for since it armed.
+pub(super) fn is_armed<W: Word>(word: &W) -> bool {
+    word.load(Ordering::Acquire) != AWAKE
+}
