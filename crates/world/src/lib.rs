@@ -12,6 +12,7 @@ mod grid;
 mod launcher;
 mod layout;
 mod layout_groups;
+mod matched;
 mod mesh;
 mod objects;
 mod one_host;
