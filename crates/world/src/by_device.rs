@@ -11,7 +11,7 @@ use ftcore::engine::{Label, Place};
 use ftcore::lifecycle::{self, Lifecycle, leave_at_exit};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Error, ErrorKind,
-    Failed, Feature, FeatureSet, GroupInfo, OpKind, OpSet, ProcessGroup, Rejected, Result, Status, Stream,
+    Failed, Feature, FeatureSet, GroupInfo, OpSet, ProcessGroup, Rejected, Result, Status, Stream,
     SubmitOptions, Tensor, Traffic, Work, accelerator, deadline_in, execute_by_submit,
 };
 
@@ -384,10 +384,7 @@ fn together(members: &[Member]) -> Capabilities {
             .into_iter()
             .filter(|o| all.iter().all(|c| c.options.contains(o)))
             .collect(),
-        devices: members
-            .iter()
-            .map(|m| m.name().to_string().into())
-            .collect(),
+        devices: members.iter().map(|m| m.name().to_string().into()).collect(),
         notes: notes.collect(),
     }
 }
@@ -420,7 +417,10 @@ impl lifecycle::Engine for Together {
         if let Some(first) = self.first.get() {
             return Some(first.clone());
         }
-        let messages = self.messages.as_ref().and_then(|m| lifecycle::Engine::error(&**m));
+        let messages = self
+            .messages
+            .as_ref()
+            .and_then(|m| lifecycle::Engine::error(&**m));
         let found = messages.or_else(|| self.members.iter().find_map(|m| m.group.error()))?;
         Some(self.first.get_or_init(|| found).clone())
     }
@@ -453,8 +453,9 @@ impl ProcessGroup for ByDevice {
         let work = member.group.submit(op, options)?;
         let members = self.members.clone();
         work.on_complete(move |status| {
-            let failed = members.get(index).and_then(|m| m.group.error());
-            if let (Status::Failed(_), Some(error)) = (status, failed) {
+            if let Status::Failed(_) = status
+                && let Some(error) = members.get(index).and_then(|m| m.group.error())
+            {
                 messages.fail(error);
             }
         });

@@ -200,7 +200,10 @@ mod tests {
             ("messages:gloo", "messages:gloo", 1),
         ] {
             let spec: BackendSpec = text.parse().unwrap();
-            assert_eq!((spec.to_string().as_str(), spec.messages()), (normal, Some("gloo")));
+            assert_eq!(
+                (spec.to_string().as_str(), spec.messages()),
+                (normal, Some("gloo"))
+            );
             assert_eq!(spec.to_string().parse::<BackendSpec>().unwrap(), spec);
             let backends = spec.backends(&cuda(1)).unwrap();
             assert_eq!(backends.len(), served, "{text}");

@@ -94,7 +94,11 @@ impl WorldOptions {
         // Options are the members', which honour them; it has what it knows of them (credentials, its host).
         let options = GroupOptions {
             lenient: true,
-            ..self.options_of.get(&DeviceKind::Cpu).unwrap_or(&self.options).clone()
+            ..self
+                .options_of
+                .get(&DeviceKind::Cpu)
+                .unwrap_or(&self.options)
+                .clone()
         };
         let matcher = (self.make)(backend, &Device::CPU, &options).map_err(|error| {
             let text = format!(
@@ -103,7 +107,11 @@ impl WorldOptions {
             );
             Error::new(error.kind(), text).with_source(error)
         })?;
-        let timeout = self.options_of.get(&self.device.kind).unwrap_or(&self.options).timeout;
+        let timeout = self
+            .options_of
+            .get(&self.device.kind)
+            .unwrap_or(&self.options)
+            .timeout;
         let home = self.device.clone();
         let group = ByDevice::matching(name, home, members, matcher, timeout)?;
         Ok(Box::new(group))
