@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Credentials, Device, GroupOptions, InMemoryStore, OpKind, ProcessGroup, Result, Store,
-    TcpStore, TcpStoreServer, deadline_in,
+    Capabilities, Credentials, Device, Feature, GroupOptions, InMemoryStore, OpKind, ProcessGroup, Result,
+    Store, TcpStore, TcpStoreServer, deadline_in,
 };
 use libtest_mimic::{Arguments, Completion, Trial};
 
@@ -493,11 +493,16 @@ pub struct Part {
 }
 
 impl Part {
-    /// The cases that have messages.
+    /// The cases that have messages, for a group whose messages another one matches: of a message that does not fit, it tells the ranks that are no
+    /// end of it as of an abort.
     pub const fn messages(name: &'static str) -> Self {
         Self {
             name,
-            of: |case| case.needs.contains(&Needs::Op(OpKind::Recv)),
+            of: |case| {
+                let others =
+                    case.world > 2 && case.needs.contains(&Needs::Feature(Feature::MismatchDetection));
+                !others && case.needs.contains(&Needs::Op(OpKind::Recv))
+            },
         }
     }
 }

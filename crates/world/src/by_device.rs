@@ -18,7 +18,7 @@ use ftcore::{
 use crate::matched::{self, ANSWERS, Call};
 use crate::spec::MESSAGES;
 
-/// After the failure of another member one that connects gets so long to hear of it by itself, and perhaps more.
+/// After the failure of another member one that connects, or matches messages, gets so long to hear of it by itself, and perhaps more.
 const GRACE: Duration = Duration::from_millis(300);
 
 /// A group that dispatches by device.
@@ -70,6 +70,8 @@ struct Together {
     /// The failure that was seen first, with the device whose backend had it.
     first: OnceLock<Error>,
     messages: Option<Arc<matched::Engine>>,
+    /// When an abort was heard of that the matcher knew nothing of.
+    aborted: OnceLock<Instant>,
 }
 
 impl ByDevice {
@@ -281,6 +283,7 @@ impl ByDevice {
             members: self.members.clone(),
             first: OnceLock::new(),
             messages: self.matching.map(start).transpose()?,
+            aborted: OnceLock::new(),
         }))
     }
 
@@ -417,11 +420,22 @@ impl lifecycle::Engine for Together {
         if let Some(first) = self.first.get() {
             return Some(first.clone());
         }
-        let messages = self
-            .messages
-            .as_ref()
-            .and_then(|m| lifecycle::Engine::error(&**m));
-        let found = messages.or_else(|| self.members.iter().find_map(|m| m.group.error()))?;
+        let mut members = self.members.iter();
+        let found = match &self.messages {
+            None => members.find_map(|m| m.group.error())?,
+            Some(messages) => {
+                let matcher = members.next_back().and_then(|m| m.group.error());
+                let said = lifecycle::Engine::error(&**messages).or(matcher);
+                let is_said = said.is_some();
+                let found = said.or_else(|| members.find_map(|m| m.group.error()))?;
+                // A rank that ends its members because of a failure has said through the matcher which one it was.
+                let heard = || self.aborted.get_or_init(Instant::now).elapsed();
+                if !is_said && found.kind() == ErrorKind::Aborted && heard() < GRACE {
+                    return None;
+                }
+                found
+            }
+        };
         Some(self.first.get_or_init(|| found).clone())
     }
 }

@@ -88,6 +88,7 @@ impl Driver for Matching {
         for member in self.members.iter().filter(|m| m.group.error().is_none()) {
             member.group.abort(self.place.reason(failure));
         }
+        let _ = self.steps.send(Step::Stop(failure.clone()));
         ended.clean();
     }
 

@@ -35,6 +35,8 @@ pub(super) enum Step {
     /// The library is done with it.
     Moved(Key, Work),
     Failed(Key, Error),
+    /// The group has failed.
+    Stop(Error),
 }
 
 /// What this rank sends to another one.
@@ -119,6 +121,7 @@ impl Desk {
                 }
                 Step::Moved(key, work) => self.moved(key, &work),
                 Step::Failed(key, error) => self.fail(key, error),
+                Step::Stop(error) => self.stop(&error),
             }
         }
     }
@@ -326,6 +329,18 @@ impl Desk {
             self.fail_by(key, with_tag(error, tag));
         }
         self.settle(key);
+    }
+
+    /// Gives back what no library has, whatever it waits for.
+    fn stop(&mut self, error: &Error) {
+        let keys: Vec<Key> = self
+            .open
+            .iter()
+            .flat_map(|(op, open)| (0..open.parts.len()).map(|part| Key { op: *op, part }))
+            .collect();
+        for key in keys {
+            self.fail(key, error.clone());
+        }
     }
 
     /// A message has failed. What the library has comes back by itself.
