@@ -80,7 +80,7 @@ impl Driver for Matching {
 
     fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
         // The thread ends with this driver, which the ticket keeps.
-        let _ = self.steps.send(Step::Begin(call, ticket));
+        let _ = self.steps.send(Step::Begin(Box::new((call, ticket))));
     }
 
     fn interrupt(&self, failure: &Error, ended: Ended<Self>) {

@@ -26,7 +26,7 @@ pub(super) struct Key {
 }
 
 pub(super) enum Step {
-    Begin(Call, Ticket<Matching>),
+    Begin(Box<(Call, Ticket<Matching>)>),
     /// The envelope for a receive is here.
     Envelope(Key, Work),
     /// An answer of that rank is here.
@@ -108,7 +108,10 @@ impl Desk {
     pub(super) fn work(&mut self, incoming: &Receiver<Step>) {
         for step in incoming {
             match step {
-                Step::Begin(call, ticket) => self.begin(call, ticket),
+                Step::Begin(begun) => {
+                    let (call, ticket) = *begun;
+                    self.begin(call, ticket);
+                }
                 Step::Envelope(key, work) => match read(&work) {
                     Ok((source, number, content)) => self.matched(key, source, number, content),
                     Err(error) => self.fail(key, error),
