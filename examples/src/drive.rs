@@ -120,7 +120,8 @@ pub struct RunArgs {
 #[derive(Debug, Clone, clap::Args)]
 pub struct NetArgs {
     /// Backend of the collectives, by its registered name or a plugin's; default: the device's (gloo on cpu, xccl on xpu). One
-    /// that cannot be aborted (xccl) runs in a child process of each replica.
+    /// that cannot be aborted (xccl) runs in a child process of each replica. Also one for each device kind (cpu:gloo,cuda:nccl), and
+    /// messages:gloo behind either, where tags are wanted that the library does not have.
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
     /// An option of the backend's groups, such as min_ctas=4 or connections=2; may be repeated. It comes before the variable
@@ -207,6 +208,9 @@ impl NetArgs {
         let home = Device::new(self.device.clone(), 0);
         let spec: BackendSpec = self.backend.as_deref().unwrap_or_default().parse()?;
         let options = self.group_options()?;
+        if let Some(name) = spec.messages() {
+            oxccl::backend::find(Some(name), &Device::CPU)?;
+        }
         for (device, name) in spec.backends(&home)? {
             let found = oxccl::backend::find(Some(&name), &device);
             // One of another device may serve this one through the host.

@@ -206,6 +206,10 @@ fn without_tags(rank: &Rank, group: &dyn ProcessGroup, dtype: DType) -> Outcome 
         text.contains("tag 7") && text.contains("tag 0") && text.contains(&*group.info().backend),
         "the refusal does not name the tag, the backend and what to do: {text}"
     );
+    ensure!(
+        text.contains("messages:gloo"),
+        "the refusal does not name the backend that matches tags: {text}"
+    );
     Ok(())
 }
 

@@ -11,15 +11,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Credentials, Device, GroupOptions, InMemoryStore, ProcessGroup, Result, Store, TcpStore,
-    TcpStoreServer, deadline_in,
+    Capabilities, Credentials, Device, Feature, GroupOptions, InMemoryStore, OpKind, ProcessGroup, Result,
+    Store, TcpStore, TcpStoreServer, deadline_in,
 };
 use libtest_mimic::{Arguments, Completion, Trial};
 
 use crate::credentials::{credentials, forget};
 use crate::lasting::{self, Place, side_by_side};
 use crate::report::Verdict;
-use crate::{Case, Failure, Outcome, Rank, Worlds, case, cases_at, living};
+use crate::{Case, Failure, Needs, Outcome, Rank, Worlds, case, cases_at, living};
 
 const CASE: &str = "OXCCL_CONFORMANCE_CASE";
 const RANK: &str = "OXCCL_CONFORMANCE_RANK";
@@ -403,17 +403,20 @@ impl Limit {
 pub(crate) struct Placed {
     pub(crate) harness: Arc<dyn Harness>,
     pub(crate) case: Case,
+    part: &'static str,
     limit: Limit,
 }
 
 impl Placed {
     pub(crate) fn name(&self) -> String {
-        format!("{}::{}", self.harness.name(), self.case.name)
+        format!("{}{}::{}", self.part, self.harness.name(), self.case.name)
     }
 
     /// Runs it where it applies.
     pub(crate) fn judge(&self) -> Verdict {
-        let Self { harness, case, limit } = self;
+        let Self {
+            harness, case, limit, ..
+        } = self;
         if case.world > limit.ranks {
             let reason = format!("{} ranks, {} at most: {}", case.world, limit.ranks, limit.why);
             return Verdict::NotOffered(reason);
@@ -476,6 +479,32 @@ pub struct Plan {
     /// The program of a process rank with its first arguments, if it is not this very binary without arguments. It must come to
     /// [`Plan::serve`] with a plan of the same backend.
     pub again: Vec<OsString>,
+    /// Only some of the cases.
+    pub part: Option<Part>,
+}
+
+/// Some of the cases.
+#[derive(Clone, Copy)]
+pub struct Part {
+    /// Before their names.
+    pub name: &'static str,
+    /// Which.
+    pub of: fn(&Case) -> bool,
+}
+
+impl Part {
+    /// The cases that have messages, for a group whose messages another one matches: of a message that does not fit, it tells the ranks that are no
+    /// end of it as of an abort.
+    pub const fn messages(name: &'static str) -> Self {
+        Self {
+            name,
+            of: |case| {
+                let others =
+                    case.world > 2 && case.needs.contains(&Needs::Feature(Feature::MismatchDetection));
+                !others && case.needs.contains(&Needs::Op(OpKind::Recv))
+            },
+        }
+    }
 }
 
 impl Plan {
@@ -490,6 +519,7 @@ impl Plan {
             large: false,
             at_once: None,
             again: Vec::new(),
+            part: None,
         }
     }
 
@@ -518,6 +548,7 @@ impl Plan {
         let mut placed = Vec::new();
         for (worlds, lasting) in parts.into_iter().take(1 + usize::from(self.large)) {
             let mut cases = cases_at(worlds);
+            cases.retain(|case| self.part.is_none_or(|part| (part.of)(case)));
             if lasting {
                 // Of those with ranks of their own the largest first: they take longest.
                 cases.sort_by_key(|case| {
@@ -534,6 +565,7 @@ impl Plan {
                 placed.extend(cases.iter().map(|case| Placed {
                     harness: harness.clone(),
                     case: case.clone(),
+                    part: self.part.map_or("", |part| part.name),
                     limit: match case.shares && i > 0 {
                         true => self.limit.min(Limit::of_data_again()),
                         false => self.limit,
@@ -551,6 +583,11 @@ impl Plan {
 
     /// The whole test binary. First thing in `main`: process ranks begin here.
     pub fn run(self) -> ExitCode {
+        self.run_with(&[])
+    }
+
+    /// As [`run`](Self::run), and the trials of `more` behind its own. Process ranks of theirs must come to their own [`serve`](Self::serve).
+    pub fn run_with(self, more: &[Self]) -> ExitCode {
         match self.serve() {
             Some(Ok(())) => return ExitCode::SUCCESS,
             Some(Err(failure)) => {
@@ -561,8 +598,10 @@ impl Plan {
         }
         let mut arguments = Arguments::from_args();
         arguments.test_threads = arguments.test_threads.or(self.at_once);
-        let trials = match self.trials() {
-            Ok(trials) => trials,
+        let all = std::iter::once(&self).chain(more);
+        let trials: Result<Vec<_>> = all.map(Self::trials).collect();
+        let trials = match trials {
+            Ok(trials) => trials.into_iter().flatten().collect(),
             Err(error) => {
                 eprintln!("the backend cannot be used here: {error}");
                 return ExitCode::FAILURE;

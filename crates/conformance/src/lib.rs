@@ -52,7 +52,8 @@ pub use cargo::{cargo, dylib, program};
 pub use case::{Case, Needs, Rank, Worlds, cases, cases_at};
 pub use failure::{Failure, Outcome};
 pub use harness::{
-    Harness, Limit, MakeGroup, MakeOn, Mode, Plan, Processes, Threads, device_of, run, run_limited, run_on,
+    Harness, Limit, MakeGroup, MakeOn, Mode, Part, Plan, Processes, Threads, device_of, run, run_limited,
+    run_on,
 };
 pub use report::{Tried, Verdict};
 

@@ -1,6 +1,6 @@
 //! Point-to-point: matching by peer and tag, order, any source, batches, and independence of collectives.
 
-use ftcore::{Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
+use ftcore::{Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
 use crate::case::{Case, Worlds};
 use crate::oracle::{check_pattern, pattern};
@@ -39,6 +39,12 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                 then_leave(tags_match),
             ),
             Case::new(
+                "p2p::many_tags_in_flight_out_of_order",
+                world,
+                &tags,
+                then_leave(many_tags),
+            ),
+            Case::new(
                 "p2p::receive_from_any_names_the_sender",
                 world,
                 &any,
@@ -53,7 +59,21 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             ),
         ]);
     }
-    all.into_iter().map(Case::sharing).collect()
+    let mut all: Vec<Case> = all.into_iter().map(Case::sharing).collect();
+    let dies = [Needs::RealProcesses, Needs::Feature(Feature::Abort)];
+    let dies = [&tags[..], &[Needs::Feature(Feature::RecvAny)], &dies].concat();
+    for &world in worlds.or(&[2, 3, 4]) {
+        all.push(
+            Case::new(
+                "p2p::a_killed_peer_ends_every_message_that_waits",
+                world,
+                &dies,
+                killed,
+            )
+            .killing(world - 1),
+        );
+    }
+    all
 }
 
 /// Wraps a case: a rank that is done leaves in good order, since others may still be exchanging messages.
@@ -163,6 +183,60 @@ fn tags_match(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
         ensure!(got == [want; 4], "tag {tag} brought {got:?}, expected {want}");
     }
     sends.iter().try_for_each(|w| w.wait_done())?;
+    Ok(())
+}
+
+/// All sends are submitted before the first receive, and all receives before one has ended. Each message has its own length.
+fn many_tags(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
+    const TAGS: u32 = 24;
+    let words = |tag: u32, from: u32| vec![tag * 10 + from; 4 + tag as usize * 3 % 7];
+    let sends: Vec<_> = (0..TAGS)
+        .map(|tag| group.send(Tensor::from_vec(words(tag, rank.rank)), next(rank), tag))
+        .collect::<Result<_, _>>()?;
+    // 5 and 24 have no common factor: every tag once, in an order that is neither theirs nor its reverse.
+    let order = (0..TAGS).map(|n| (n * 5 + 3) % TAGS);
+    let receives: Vec<_> = order
+        .map(|tag| {
+            let into = Tensor::zeros(DType::U32, words(tag, 0).len());
+            group.recv(into, previous(rank), tag).map(|work| (tag, work))
+        })
+        .collect::<Result<_, _>>()?;
+    for (tag, work) in receives {
+        let got = work.take_tensor()?.into_vec::<u32>()?;
+        ensure!(got == words(tag, previous(rank)), "tag {tag} brought {got:?}");
+    }
+    sends.iter().try_for_each(|w| w.wait_done())?;
+    Ok(())
+}
+
+/// The last rank dies while the others wait for it at both ends of messages.
+fn killed(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let victim = rank.world - 1;
+    rank.meet("configured")?;
+    if rank.rank == victim {
+        rank.meet("submitted")?;
+        return rank.die();
+    }
+    let two = || Tensor::zeros(DType::U32, 2);
+    let pending = [
+        group.recv(two(), victim, 1)?,
+        group.recv_any(two(), 2)?,
+        group.send(two(), victim, 3)?,
+    ];
+    rank.meet("submitted")?;
+    for work in pending {
+        let Err(e) = work.wait(rank.soon()) else {
+            return Err(Failure::new("a message of a dead rank arrived"));
+        };
+        ensure!(
+            e.kind() == ErrorKind::PeerLost && e.context().peer == Some(victim),
+            "rank {}: {:?}: {e}",
+            rank.rank,
+            e.kind()
+        );
+        ensure!(work.recover().len() == 1, "the tensor did not come back");
+    }
     Ok(())
 }
 

@@ -74,7 +74,7 @@ pub enum Feature {
     /// `SubmitOptions::contribute` is honoured, and averages divide by the contributors (INV-4).
     Contributors = 4,
     /// Point-to-point messages are matched by tag. Without it they match in the order in which they are sent, and any tag but 0 is
-    /// `Unsupported`.
+    /// `Unsupported`; another group can match them (`messages:gloo` in a backend specification).
     Tags = 5,
     /// A receive may name no sender.
     RecvAny = 6,

@@ -291,7 +291,7 @@ fn check(
                 None => {
                     return Err(Error::unsupported(format!(
                         "backend '{}' cannot receive from any rank: its library receives from the rank that it is told; name the \
-                         sender, or receive over a group that does (gloo)",
+                         sender, or let gloo match the messages (messages:gloo in the backend specification)",
                         info.backend
                     )));
                 }
@@ -326,7 +326,7 @@ fn matched_by(tag: u32, info: &GroupInfo, caps: &Capabilities) -> Result<(), Err
     }
     Err(Error::unsupported(format!(
         "tag {tag}: backend '{}' matches the messages of two ranks in the order in which they are sent, not by tag; give tag 0 \
-         and receive in that order, or use a group for each kind of message",
+         and receive in that order, or let gloo match them (messages:gloo in the backend specification)",
         info.backend
     )))
 }

@@ -45,7 +45,7 @@ pub fn find(name: Option<&str>, device: &Device) -> Result<Backend> {
 }
 
 /// A group for a manager: one that can be aborted and configured again. `name` is a backend's, or one for each device kind as in
-/// `cpu:gloo,cuda:nccl` ([`world::BackendSpec`]). A backend that cannot do both in process
+/// `cpu:gloo,cuda:nccl`, and may have `messages:gloo` behind it ([`world::BackendSpec`]). A backend that cannot do both in process
 /// (oneCCL has no abort, and its survivors hang) is isolated in a child process with a spare kept warm.
 ///
 /// Errors: as [`find`] and [`world::WorldOptions::group`], the reason why the backend cannot be used here, and options that it does not

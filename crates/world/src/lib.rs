@@ -2,7 +2,7 @@
 //! which.
 //!
 //! [`BackendSpec`] is what a user writes (`gloo`, `cpu:gloo,cuda:nccl`, or nothing); [`ByDevice`] is a group that hands each operation
-//! to the backend of its tensors' device; [`Place`] says which rank this process is and where the others are (from the variables of
+//! to the backend of its tensors' device, and may have another one match messages by tag (`nccl,messages:gloo`); [`Place`] says which rank this process is and where the others are (from the variables of
 //! torchrun, MPI, PALS or Slurm, or an address); [`World`] is the group of all ranks, from which [`World::new_group`] and [`World::split_group`] make
 //! others; [`DeviceMesh`] arranges ranks in named dimensions, [`RankOrder`] in the ones of large-model training, and
 //! [`Layout`] says who is in which group there.
@@ -12,6 +12,7 @@ mod grid;
 mod launcher;
 mod layout;
 mod layout_groups;
+mod matched;
 mod mesh;
 mod objects;
 mod one_host;

@@ -9,7 +9,7 @@ use ftcore::{Device, DeviceKind, Error, Result};
 /// Which backend serves which device.
 ///
 /// The grammar is `name | device:backend(,device:backend)*`; spaces around names and upper case do not matter; a blank text means the
-/// default of the group's device ([`DefaultBackends`]).
+/// default of the group's device ([`DefaultBackends`]). One more entry, `messages:backend`, names what matches the messages of the others by tag.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum BackendSpec {
     /// The default backend of the group's own device.
@@ -19,7 +19,12 @@ pub enum BackendSpec {
     Named(String),
     /// One backend for each of these device kinds, in the order written.
     ByDevice(Vec<(DeviceKind, String)>),
+    /// Another one, and what matches messages for its backends: see [`ByDevice::matching`](crate::ByDevice::matching).
+    Matched(Box<Self>, String),
 }
+
+/// What the entry of a backend that matches messages has in the place of a device.
+pub(crate) const MESSAGES: &str = "messages";
 
 impl BackendSpec {
     /// The backend of each device of a group whose own device is `home`: always at least one, and `home` among them. A kind that is not
@@ -33,6 +38,7 @@ impl BackendSpec {
                 Ok(vec![(home.clone(), table.of(&home.kind)?.to_string())])
             }
             Self::Named(name) => Ok(vec![(home.clone(), name.clone())]),
+            Self::Matched(moved, _) => moved.backends(home),
             Self::ByDevice(pairs) => {
                 if !pairs.iter().any(|(kind, _)| *kind == home.kind) {
                     return Err(Error::invalid(format!(
@@ -50,13 +56,23 @@ impl BackendSpec {
 }
 
 impl BackendSpec {
+    /// The backend that matches messages for the others.
+    pub fn messages(&self) -> Option<&str> {
+        match self {
+            Self::Matched(_, name) => Some(name),
+            _ => None,
+        }
+    }
+
     /// The own device of a group with these backends that is made by ranks whose device is `device`: that one if it is served, otherwise the
     /// first that is.
     ///
     /// Errors: `InvalidArgument` if there is none.
     pub(crate) fn home(&self, device: &Device) -> Result<Device> {
-        let Self::ByDevice(pairs) = self else {
-            return Ok(device.clone());
+        let pairs = match self {
+            Self::Default | Self::Named(_) => return Ok(device.clone()),
+            Self::Matched(moved, _) => return moved.home(device),
+            Self::ByDevice(pairs) => pairs,
         };
         if pairs.iter().any(|(kind, _)| *kind == device.kind) {
             return Ok(device.clone());
@@ -87,8 +103,35 @@ impl FromStr for BackendSpec {
         if !text.contains([':', ',']) {
             return ftcore::registry::check_name(text.trim()).map(Self::Named);
         }
-        ftcore::registry::device_pairs(text).map(Self::ByDevice)
+        if let Some((name, entry)) = one_and_messages(text) {
+            let mut messages = ftcore::registry::device_pairs(entry)?;
+            let name = ftcore::registry::check_name(name)?;
+            let messages = messages.pop().map(|(_, messages)| messages).unwrap_or_default();
+            return Ok(Self::Matched(Box::new(Self::Named(name)), messages));
+        }
+        let mut pairs = ftcore::registry::device_pairs(text)?;
+        let Some(at) = pairs.iter().position(|(kind, _)| kind.name() == MESSAGES) else {
+            return Ok(Self::ByDevice(pairs));
+        };
+        let (_, messages) = pairs.remove(at);
+        let moved = match pairs.is_empty() {
+            true => Self::Default,
+            false => Self::ByDevice(pairs),
+        };
+        Ok(Self::Matched(Box::new(moved), messages))
     }
+}
+
+/// `name,messages:backend`, in either order: the name, and the entry.
+fn one_and_messages(text: &str) -> Option<(&str, &str)> {
+    let (a, b) = text.split_once(',')?;
+    let is_entry = |entry: &str| {
+        let before = entry.split_once(':').map(|(before, _)| before.trim());
+        !entry.contains(',') && before.is_some_and(|before| before.eq_ignore_ascii_case(MESSAGES))
+    };
+    let found = [(a, b), (b, a)].into_iter();
+    let mut found = found.filter(|(name, entry)| !name.contains([':', ',']) && is_entry(entry));
+    found.next().map(|(name, entry)| (name.trim(), entry.trim()))
 }
 
 impl fmt::Display for BackendSpec {
@@ -96,6 +139,10 @@ impl fmt::Display for BackendSpec {
         match self {
             Self::Default => f.write_str("the default backend"),
             Self::Named(name) => f.write_str(name),
+            Self::Matched(moved, name) => match **moved {
+                Self::Default => write!(f, "{MESSAGES}:{name}"),
+                _ => write!(f, "{moved},{MESSAGES}:{name}"),
+            },
             Self::ByDevice(pairs) => {
                 for (n, (kind, name)) in pairs.iter().enumerate() {
                     let comma = if n == 0 { "" } else { "," };
@@ -136,6 +183,37 @@ mod tests {
     }
 
     #[test]
+    fn one_entry_more_names_what_matches_messages() {
+        for (text, normal, served) in [
+            (
+                "cpu:gloo,cuda:nccl,messages:gloo",
+                "cpu:gloo,cuda:nccl,messages:gloo",
+                2,
+            ),
+            (
+                "Messages:Gloo, cuda:nccl , cpu:gloo",
+                "cuda:nccl,cpu:gloo,messages:gloo",
+                2,
+            ),
+            ("nccl, messages:gloo", "nccl,messages:gloo", 1),
+            ("messages : gloo,NCCL", "nccl,messages:gloo", 1),
+            ("messages:gloo", "messages:gloo", 1),
+        ] {
+            let spec: BackendSpec = text.parse().unwrap();
+            assert_eq!(
+                (spec.to_string().as_str(), spec.messages()),
+                (normal, Some("gloo"))
+            );
+            assert_eq!(spec.to_string().parse::<BackendSpec>().unwrap(), spec);
+            let backends = spec.backends(&cuda(1)).unwrap();
+            assert_eq!(backends.len(), served, "{text}");
+            assert!(backends.contains(&(cuda(1), "nccl".to_string())), "{text}");
+            assert_eq!(spec.home(&cuda(1)).unwrap(), cuda(1));
+        }
+        assert_eq!("cpu:gloo".parse::<BackendSpec>().unwrap().messages(), None);
+    }
+
+    #[test]
     fn the_groups_own_device_must_be_served() {
         let e = "cpu:gloo"
             .parse::<BackendSpec>()
@@ -156,6 +234,9 @@ mod tests {
             ("cpu;gloo", "'cpu;gloo' is not a backend name"),
             ("cpu:gloo;cuda:nccl", "'cpu:gloo;cuda:nccl' at character 1"),
             ("cpu=gloo", "'cpu=gloo' is not a backend name"),
+            ("xccl,messages:", "'messages:' at character 1"),
+            ("messages:gloo,messages:gloo", "at character 15"),
+            ("xccl,messages:gloo,cpu:gloo", "'xccl' at character 1"),
         ] {
             let e = text.parse::<BackendSpec>().unwrap_err();
             assert!(e.to_string().contains(says), "{text}: {e}");

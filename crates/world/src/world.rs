@@ -74,11 +74,47 @@ impl WorldOptions {
             let group = (self.make)(&backend, &device, options)?;
             members.push((device, group));
         }
+        if let Some(backend) = self.backends.messages() {
+            return self.matching(name, members, backend);
+        }
         if let BackendSpec::ByDevice(_) = self.backends {
             return Ok(Box::new(ByDevice::new(name, self.device.clone(), members)?));
         }
         let only = members.pop().map(|(_, group)| group);
         only.ok_or_else(|| Error::new(ErrorKind::Internal, "a specification without a backend"))
+    }
+
+    /// A group of `members`, whose messages `backend` matches.
+    fn matching(
+        &self,
+        name: &str,
+        members: Vec<(Device, Box<dyn ProcessGroup>)>,
+        backend: &str,
+    ) -> Result<Box<dyn ProcessGroup>> {
+        // Options are the members', which honour them; it has what it knows of them (credentials, its host).
+        let options = GroupOptions {
+            lenient: true,
+            ..self
+                .options_of
+                .get(&DeviceKind::Cpu)
+                .unwrap_or(&self.options)
+                .clone()
+        };
+        let matcher = (self.make)(backend, &Device::CPU, &options).map_err(|error| {
+            let text = format!(
+                "messages:{backend}: {}; messages are matched by a backend on the CPU that has tags (messages:gloo)",
+                error.message()
+            );
+            Error::new(error.kind(), text).with_source(error)
+        })?;
+        let timeout = self
+            .options_of
+            .get(&self.device.kind)
+            .unwrap_or(&self.options)
+            .timeout;
+        let home = self.device.clone();
+        let group = ByDevice::matching(name, home, members, matcher, timeout)?;
+        Ok(Box::new(group))
     }
 
     /// These options where `spec` says nothing, and what it says otherwise.

@@ -3,5 +3,6 @@
 mod groups;
 mod layout_groups;
 mod layouts;
+mod matched;
 mod members;
 mod objects;

@@ -13,7 +13,8 @@ use backend_gloo as _;
 use backend_nccl as _;
 use ftcore::{
     Collective, DType, Device, DeviceKind, Error, ErrorKind, GroupOptions, InMemoryStore, OpKind,
-    ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, accelerator, deadline_in,
+    ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, Work, accelerator,
+    deadline_in,
 };
 use libtest_mimic::{Arguments, Trial};
 use oxccl_world::{BackendSpec, GroupSpec, World, WorldOptions};
@@ -36,6 +37,10 @@ fn ensure(ok: bool, text: impl FnOnce() -> String) -> Result<()> {
 
 /// Two ranks with a device each, which begin once both are connected.
 fn pair(body: fn(&World) -> Result<()>) -> Result<()> {
+    pair_of("cpu:gloo,cuda:nccl", body)
+}
+
+fn pair_of(backends: &'static str, body: fn(&World) -> Result<()>) -> Result<()> {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
@@ -43,7 +48,7 @@ fn pair(body: fn(&World) -> Result<()>) -> Result<()> {
                 let store = store.clone();
                 scope.spawn(move || {
                     let options = WorldOptions {
-                        backends: "cpu:gloo,cuda:nccl".parse()?,
+                        backends: backends.parse()?,
                         device: cuda(rank),
                         ..WorldOptions::default()
                     };
@@ -231,6 +236,83 @@ fn options_are_refused_by_whoever_does_not_honour_them() -> Result<()> {
     wanted.group("g").map(drop)
 }
 
+/// What the group sends with this tag to the other rank after the copy that puts it on the device.
+fn send_from_device(group: &dyn ProcessGroup, device: &Device, value: f32, tag: u32) -> Result<Work> {
+    let (mut tensor, options) = on_device(device, -1.0)?;
+    let memory = accelerator(&device.kind)?;
+    let stream = options.stream.as_deref().ok_or_else(|| fail("no stream"))?;
+    // The stream is far behind when the message is submitted.
+    for n in 0..40 {
+        let now = if n == 39 { value } else { -1.0 };
+        memory.copy_in(&now.to_ne_bytes(), &mut tensor, stream)?;
+    }
+    let peer = 1 - group.info().rank;
+    Ok(group.run(Collective::Send { tensor, peer, tag }, options)?)
+}
+
+/// A receive from any rank, and its value once a stream has waited for it.
+fn receive_on_device(group: &dyn ProcessGroup, device: &Device, tag: u32) -> Result<f32> {
+    let memory = accelerator(&device.kind)?;
+    let tensor = memory.alloc(device.index, DType::F32, &[1])?;
+    let work = group.recv_any(tensor, tag)?;
+    let stream = memory.new_stream(device.index, false)?;
+    work.wait_on(&*stream)?;
+    let done = work.take()?;
+    let (rank, source) = (group.info().rank, done.source);
+    ensure(source == Some(1 - rank), || format!("it comes from {source:?}"))?;
+    let mut bytes = [0u8; 4];
+    memory.copy_out(&done.into_tensor()?, &mut bytes, &*stream)?;
+    Ok(f32::from_ne_bytes(bytes))
+}
+
+/// Tags, in stream order, over NCCL; in a split group, too, and beside tensors of the host.
+fn messages_have_tags() -> Result<()> {
+    pair_of("cpu:gloo,cuda:nccl,messages:gloo", |world| {
+        let (group, device) = (world.group(), cuda(world.rank()));
+        ensure(
+            &*group.info().backend == "cpu:gloo,cuda:nccl,messages:gloo",
+            || group.info().backend.to_string(),
+        )?;
+        let child = group
+            .split(Some(0), world.rank(), soon())?
+            .ok_or_else(|| fail("this rank passed a colour"))?;
+        for group in [group, &*child] {
+            let mine = world.rank() as f32 * 100.0;
+            let host = group.send(Tensor::from_vec(vec![mine + 50.0]), 1 - world.rank(), 50)?;
+            let sent: Vec<Work> = (0..20)
+                .map(|tag| send_from_device(group, &device, mine + tag as f32, tag))
+                .collect::<Result<_>>()?;
+            let theirs = 100.0 - mine;
+            for tag in (0..20).rev() {
+                let got = receive_on_device(group, &device, tag)?;
+                ensure(got == theirs + tag as f32, || format!("tag {tag} brought {got}"))?;
+            }
+            let got = group.recv_any(Tensor::zeros(DType::F32, 1), 50)?.take_tensor()?;
+            ensure(value(&got)? == theirs + 50.0, || "the host's message".into())?;
+            host.wait(soon())?;
+            sent.iter().try_for_each(|work| work.wait(soon()))?;
+        }
+        child.shutdown(soon())?;
+        world.shutdown(soon())
+    })
+}
+
+fn both_ends_of_a_message_are_on_one_device_kind() -> Result<()> {
+    pair_of("cpu:gloo,cuda:nccl,messages:gloo", |world| {
+        let (group, device) = (world.group(), cuda(world.rank()));
+        let work = match world.rank() {
+            0 => send_from_device(group, &device, 1.0, 3)?,
+            _ => group.recv(Tensor::zeros(DType::F32, 1), 0, 3)?,
+        };
+        let error = work.wait(soon()).err().ok_or_else(|| fail("it arrived"))?;
+        let text = error.to_string();
+        ensure(
+            error.kind() == ErrorKind::Mismatch && text.contains("on cuda") && text.contains("on cpu"),
+            || text.clone(),
+        )
+    })
+}
+
 fn main() -> ExitCode {
     standin::or_restart(&[("OXCCL_STANDIN_CUDA_DELAY_US", "50")]);
     let trial = |name: &str, body: fn() -> Result<()>| {
@@ -245,6 +327,14 @@ fn main() -> ExitCode {
         trial(
             "what_one_backend_lacks_is_refused_by_its_name",
             what_one_backend_lacks_is_refused_by_its_name,
+        ),
+        trial(
+            "messages_that_gloo_matches_have_tags_in_stream_order",
+            messages_have_tags,
+        ),
+        trial(
+            "both_ends_of_a_matched_message_are_on_one_device_kind",
+            both_ends_of_a_message_are_on_one_device_kind,
         ),
         trial(
             "a_failure_of_one_ends_both",

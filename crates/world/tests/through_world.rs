@@ -1,7 +1,7 @@
 //! Groups that a world makes against the one suite: `new_group` may lose nothing of what the backend does, split or not.
 //!
 //! `OXCCL_TEST_WORLD` names the backend: gloo with ranks as processes (the default), isolated oneCCL (`xccl`), or nccl over the stand-in (`nccl`).
-//! `OXCCL_SPLIT_GROUPS` says whether the groups are split off the world's, as it does for programs.
+//! Over the latter two the cases that have messages run again, with gloo to match them. `OXCCL_SPLIT_GROUPS` says whether the groups are split off the world's, as it does for programs.
 
 #[path = "../../backend-nccl/tests/standin/mod.rs"]
 mod standin;
@@ -14,11 +14,11 @@ use std::time::Instant;
 use backend_gloo as _;
 use backend_nccl as _;
 use backend_xccl as _;
-use conformance::{Limit, Mode, Plan};
+use conformance::{Limit, Mode, Part, Plan};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, Failed,
-    Feature, GroupInfo, GroupOptions, PrefixStore, ProcessGroup, Rejected, Result, SubmitOptions, Work,
-    Wrapper,
+    Feature, GroupInfo, GroupOptions, PrefixStore, ProcessGroup, Registry, Rejected, Result, SubmitOptions,
+    Work, Wrapper,
 };
 use isolate::{IsolateOptions, IsolatedGroup};
 use oxccl_world::{BackendSpec, GroupSpec, World, WorldOptions};
@@ -125,8 +125,11 @@ fn make(backend: &str, device: &Device, options: GroupOptions) -> Result<Box<dyn
         options,
         ..WorldOptions::default()
     };
-    if backend == "xccl" {
+    if backend.starts_with("xccl") {
         wanted.make = Arc::new(|backend, device, options| {
+            if backend != "xccl" {
+                return Registry::global().create(backend, device, options);
+            }
             Ok(Box::new(IsolatedGroup::new(IsolateOptions {
                 options: options.clone(),
                 ..IsolateOptions::new(backend, device.clone())
@@ -147,18 +150,21 @@ fn main() -> ExitCode {
         "xccl" => (DeviceKind::Cpu, [Mode::Threads]),
         _ => (DeviceKind::Cpu, [Mode::Processes]),
     };
-    let plan = Plan::new(
-        Device::new(kind, 0),
-        &modes,
-        Arc::new(move |device, options| make(&backend, device, options)),
-    );
-    Plan {
-        lasting: true,
-        limit: Limit::unless_long(
-            2,
-            "larger worlds differ only in the backend, which has rows of its own; OXCCL_LONG=1 runs them",
-        ),
-        ..plan
-    }
-    .run()
+    let plan = |backend: String| {
+        let make = Arc::new(move |device: &Device, options| make(&backend, device, options));
+        Plan {
+            lasting: true,
+            limit: Limit::unless_long(
+                2,
+                "larger worlds differ only in the backend, which has rows of its own; OXCCL_LONG=1 runs them",
+            ),
+            ..Plan::new(Device::new(kind.clone(), 0), &modes, make)
+        }
+    };
+    // gloo matches its messages itself.
+    let matched = (backend != "gloo").then(|| Plan {
+        part: Some(Part::messages("matched::")),
+        ..plan(format!("{backend},messages:gloo"))
+    });
+    plan(backend).run_with(matched.as_slice())
 }
