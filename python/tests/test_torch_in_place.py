@@ -166,8 +166,13 @@ def test_fsdp_takes_its_buffers_from_the_group_where_it_is_told_to() -> None:
         assert not wrong, wrong
 
 
-TRAIN = """
+HEAD = """
+def read():
+    maps = open("/proc/self/maps").read().splitlines()
+    return sum("memfd:oxccl-tensors" in line and " r--s " in line for line in maps)
 net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+"""
+DDP = """
 with ft.Manager(None, net.load_state_dict, net.state_dict, timeout=30, replica_id=name, lighthouse_addr=lighthouse) as manager:
     model = ft.DistributedDataParallel(manager, net)
     optimizer = ft.Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.01))
@@ -175,13 +180,27 @@ with ft.Manager(None, net.load_state_dict, net.state_dict, timeout=30, replica_i
         optimizer.zero_grad()
         model(torch.ones(4, 512)).square().mean().backward()
         optimizer.step()
-    maps = open("/proc/self/maps").read().splitlines()
-    tell(read=sum("memfd:oxccl-tensors" in line and " r--s " in line for line in maps), bits=hash(tuple(bits(net.parameters()))))
+    tell(read=read(), bits=hash(tuple(bits(net.parameters()))))
+"""
+DILOCO = """
+with ft.Manager(None, lambda state: None, lambda: {}, timeout=30, replica_id=name, lighthouse_addr=lighthouse) as manager:
+    inner = torch.optim.SGD(net.parameters(), lr=0.01)
+    diloco = ft.DiLoCo(manager, [net], inner, torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True), sync_every=2)
+    with diloco:
+        for _ in range(4):
+            inner.zero_grad()
+            net(torch.ones(4, 512)).square().mean().backward()
+            inner.step()
+    # The group's end ends it.
+    found = read()
+    diloco.finish()
+    tell(read=found, bits=hash(tuple(bits(net.parameters()))))
 """
 
 
-def test_the_buckets_of_data_parallel_are_read_in_place(tmp_path: Path) -> None:
-    with oxccl.Lighthouse(min_replicas=2, initial_replicas=2) as lighthouse, Job(lighthouse.address, TRAIN, tmp_path) as job:
+@pytest.mark.parametrize("body", [DDP, DILOCO], ids=["ddp", "diloco"])
+def test_what_the_package_reduces_in_itself_is_read_in_place(body: str, tmp_path: Path) -> None:
+    with oxccl.Lighthouse(min_replicas=2, initial_replicas=2) as lighthouse, Job(lighthouse.address, HEAD + body, tmp_path) as job:
         for name in ("a", "b"):
             job.start(name)
         ended = job.ends()
