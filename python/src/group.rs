@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use crate::errors::{self, Raise, Refused};
 use crate::interrupt::{apart, blocking};
 use crate::lend::{Access, is_list, list, one, one_or_list};
+use crate::memory::{Memory, Shape};
 use crate::options::{self, Limit, Reduction};
 use crate::process::{self, detached};
 use crate::raw::fork;
@@ -349,6 +350,15 @@ impl Group {
             sent: moved.sent,
             received: moved.received,
         }
+    }
+
+    /// Memory of zeros that the other ranks of this host read in place, where there is such memory.
+    #[pyo3(signature = (shape, dtype="f32"))]
+    fn alloc(&self, py: Python<'_>, shape: Shape, dtype: &str) -> PyResult<Memory> {
+        self.handle.is_at_home().or_raise(py)?;
+        Memory::of(self.handle.group(), shape, dtype)
+            .map_err(|e| e.with_op("alloc").with_rank(self.handle.rank()))
+            .or_raise(py)
     }
 
     /// Meets the other ranks of `epoch` in `store` and connects. Operations of an earlier epoch end as aborted.

@@ -16,6 +16,7 @@ mod ft;
 mod group;
 mod interrupt;
 mod lend;
+mod memory;
 mod options;
 mod process;
 mod quantized;
@@ -36,6 +37,7 @@ fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<group::Group>()?;
     m.add_class::<quantized::QuantizedGroup>()?;
     m.add_class::<group::PremulSum>()?;
+    m.add_class::<memory::Memory>()?;
     m.add_class::<group::Send>()?;
     m.add_class::<group::Recv>()?;
     m.add_class::<store::Store>()?;

@@ -20,6 +20,7 @@ RUN = {
     "against_rust.py": ("PEER 1", "times"),
     "campaign.py": ("1", "as it should"),
     "ddp.py": ("1 2 8", "oxccl"),
+    "in_place.py": ("1", "ratio"),
     "kills.py": ("2 0.02", "2 kills"),
     "layers.py": ("", "our Rust"),
 }

@@ -256,3 +256,62 @@ def many_operations(world: oxccl.World) -> int:
 def test_no_memory_is_left_behind_by_many_operations() -> None:
     for growth in run(2, many_operations):
         assert growth < 1 << 20, f"{growth} bytes more after 100,000 operations"
+
+
+def memory_of_the_group(world: oxccl.World) -> None:
+    """Arrays over what `Group.alloc` gives."""
+    memory = world.alloc((2, 1 << 17))
+    assert (memory.shape, memory.dtype, repr(memory)) == ((2, 1 << 17), "f32", "Memory([2, 131072], 'f32')")
+    x = np.from_dlpack(memory)
+    assert x.shape == (2, 1 << 17) and not x.any()
+    x[:] = world.rank + 1
+    world.all_reduce(x)
+    assert (x == 3).all()
+    # As it is, and a part of it.
+    world.all_reduce(memory)
+    world.all_reduce(x[1])
+    assert (x[0] == 6).all() and (x[1] == 12).all()
+    with open("/proc/self/maps") as file:
+        maps = file.readlines()
+    # The other rank's, which this one maps when it first reads there.
+    assert sum(" r--s " in line and "memfd:oxccl-tensors" in line for line in maps) == 1
+    part = x[1, 5:]
+    world.shutdown()
+    del x, memory, world
+    gc.collect()
+    assert (part == 12).all()
+
+
+def test_memory_of_the_group_is_read_in_place_and_outlives_it() -> None:
+    run(2, memory_of_the_group)
+
+
+def test_what_memory_of_a_group_may_be_asked_for(world: oxccl.World) -> None:
+    assert np.from_dlpack(world.alloc(3, "i16")).tolist() == [0, 0, 0]
+    assert np.from_dlpack(world.alloc(())).shape == ()
+    assert np.from_dlpack(world.alloc((2, 0, 3))).shape == (2, 0, 3)
+    # An array over it before the group is connected.
+    assert np.from_dlpack(oxccl.unconfigured().alloc(2)).tolist() == [0, 0]
+    memory = world.alloc(4)
+    assert not memory._is_lent()
+    # Not taken over by anything.
+    del (capsule := [memory.__dlpack__(), memory.__dlpack__(max_version=(1, 0))])[:]
+    assert not capsule and not memory._is_lent()
+    view = np.from_dlpack(memory)[2:]
+    assert memory._is_lent()
+    del view
+    gc.collect()
+    assert not memory._is_lent()
+    with pytest.raises(BufferError, match="without a copy"):
+        memory.__dlpack__(copy=True)
+    refused: list[tuple[Any, str, str]] = [
+        (1 << 62, "f32", "do not fit in memory"),
+        ((1 << 40, 1 << 40), "u8", "do not fit"),
+        (3, "complex64", "complex64"),
+    ]
+    for shape, dtype, says in refused:
+        with pytest.raises(oxccl.InvalidArgument, match=says) as caught:
+            world.alloc(shape, dtype)
+        assert caught.value.op == "alloc"
+    with pytest.raises((TypeError, OverflowError)):
+        world.alloc(-1)

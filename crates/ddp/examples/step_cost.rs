@@ -1,7 +1,7 @@
-//! What a step of data parallel takes beside the backward pass: two replicas as threads over gloo with a lighthouse of their own; the backward pass
-//! is a pause for each layer, as where a device computes, and its gradients are pushed as they are made.
+//! What a step of data parallel takes beside the backward pass: two replicas of one or several ranks as threads over gloo with a lighthouse of their
+//! own; the backward pass is a pause for each layer, as where a device computes, and its gradients are pushed as they are made.
 //!
-//! `cargo run --release -p oxccl-ddp --example step_cost [MILLION_PARAMETERS] [COMPUTE_MS] [STEPS]`
+//! `cargo run --release -p oxccl-ddp --example step_cost [MILLION_PARAMETERS] [COMPUTE_MS] [STEPS] [RANKS]`
 
 #![allow(
     clippy::unwrap_used,
@@ -9,15 +9,17 @@
     reason = "a measurement ends with its first error"
 )]
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{GroupOptions, Result, Tensor};
+use ftcore::{DType, Error, GroupOptions, InMemoryStore, ReduceOp, Result, Tensor, Traffic};
 use manager::{Manager, ManagerConfig};
 use oxccl_ddp::{Ddp, DdpConfig, Sink, Slot};
-use replica::{State, StateDict};
+use replica::{ManagedWork, Participation, Replica, State, StateDict};
 
 const REPLICAS: u8 = 2;
 const LAYERS: u32 = 16;
@@ -35,16 +37,81 @@ impl State for Steps {
     }
 }
 
-/// Of each step but the first ones: its time beside the pauses, and the part of it that the gradients took to be pushed.
-fn train(
-    name: String,
-    lighthouse: String,
-    layer: usize,
-    compute: Duration,
-    steps: usize,
-) -> Vec<(Duration, Duration)> {
-    let group = backend_gloo::GlooGroup::new(&name, GroupOptions::default()).unwrap();
-    let manager = Manager::new(Arc::new(group), ManagerConfig::new(name, lighthouse)).unwrap();
+/// A manager that notes how long the training thread is in calls for the quorum and for the vote.
+struct Timed {
+    manager: Manager,
+    quorum: Rc<Cell<Duration>>,
+    vote: Rc<Cell<Duration>>,
+}
+
+fn noted<T>(total: &Cell<Duration>, call: impl FnOnce() -> T) -> T {
+    let begun = Instant::now();
+    let found = call();
+    total.set(total.get() + begun.elapsed());
+    found
+}
+
+impl Replica for Timed {
+    fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation> {
+        noted(&self.quorum, || self.manager.start_quorum(state, deadline))
+    }
+    fn begin_quorum(&mut self, deadline: Instant) -> Result<bool> {
+        noted(&self.quorum, || self.manager.begin_quorum(deadline))
+    }
+    fn await_quorum(&mut self) -> Result<Participation> {
+        noted(&self.quorum, || self.manager.await_quorum())
+    }
+    fn abandon_quorum(&mut self) {
+        self.manager.abandon_quorum();
+    }
+    fn all_reduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
+        self.manager.all_reduce(tensors, op)
+    }
+    fn alloc(&self, dtype: DType, count: usize) -> Tensor {
+        self.manager.alloc(dtype, count)
+    }
+    fn should_commit(&mut self, deadline: Instant) -> Result<bool> {
+        noted(&self.vote, || self.manager.should_commit(deadline))
+    }
+    fn current_step(&self) -> i64 {
+        self.manager.current_step()
+    }
+    fn batches_committed(&self) -> i64 {
+        self.manager.batches_committed()
+    }
+    fn draining(&self) -> bool {
+        self.manager.draining()
+    }
+    fn set_last(&mut self, is_last: bool) {
+        self.manager.set_last(is_last);
+    }
+    fn progress(&self) {
+        self.manager.progress();
+    }
+    fn report_error(&mut self, error: Error) {
+        self.manager.report_error(error);
+    }
+    fn error(&self) -> Option<Error> {
+        Replica::error(&self.manager)
+    }
+    fn traffic(&self) -> Traffic {
+        self.manager.traffic()
+    }
+    fn leave(&mut self, deadline: Instant) -> Result<()> {
+        self.manager.leave(deadline)
+    }
+}
+
+/// Of each step but the first ones: its time beside the pauses, and what of it the gradients took to be pushed, the quorum, the reductions that were
+/// waited for, and the vote.
+fn train(config: ManagerConfig, layer: usize, compute: Duration, steps: usize) -> Vec<[Duration; 5]> {
+    let group = backend_gloo::GlooGroup::new(&config.name, GroupOptions::default()).unwrap();
+    let (quorum, vote) = (Rc::new(Cell::default()), Rc::new(Cell::default()));
+    let manager = Timed {
+        manager: Manager::new(Arc::new(group), config).unwrap(),
+        quorum: quorum.clone(),
+        vote: vote.clone(),
+    };
     let slots = vec![Slot::f32(layer); LAYERS as usize];
     let mut ddp = Ddp::new(manager, &slots, DdpConfig::default()).unwrap();
     let gradient = vec![1.0f32; layer];
@@ -73,8 +140,9 @@ fn train(
             steps.0 += 1;
             Ok(())
         };
-        ddp.step_with(&mut state, backward, apply).unwrap();
-        times.push((begun.elapsed() - pausing, pushing));
+        let report = ddp.step_with(&mut state, backward, apply).unwrap();
+        let whole = begun.elapsed() - pausing;
+        times.push([whole, pushing, quorum.take(), report.waited, vote.take()]);
     }
     ddp.finish(&mut state).unwrap();
     times.split_off(3)
@@ -92,6 +160,7 @@ fn main() {
     let mut next = |or| numbers.next().unwrap_or(or);
     let (millions, compute) = (next(25), Duration::from_millis(next(200)));
     let steps = usize::try_from(next(20)).unwrap().max(1);
+    let ranks = u32::try_from(next(1)).unwrap().max(1);
     let layer = usize::try_from(millions * 1_000_000 / u64::from(LAYERS))
         .unwrap()
         .max(1);
@@ -101,20 +170,30 @@ fn main() {
         ..LighthouseConfig::default()
     })
     .unwrap();
-    let replicas: Vec<JoinHandle<_>> = (0..REPLICAS)
-        .map(|r| {
-            let lighthouse = lighthouse.address();
-            thread(move || train(format!("r{r}"), lighthouse, layer, compute, steps))
-        })
-        .collect();
-    println!("{millions} million parameters in {LAYERS} layers, {compute:?} of computing, {steps} steps");
-    for (r, replica) in replicas.into_iter().enumerate() {
-        let (mut whole, mut pushing): (Vec<_>, Vec<_>) = replica.join().unwrap().into_iter().unzip();
-        whole.sort();
-        pushing.sort();
-        let (whole, pushing) = (whole[steps / 2], pushing[steps / 2]);
+    let mut threads: Vec<(String, JoinHandle<_>)> = Vec::new();
+    for replica in 0..REPLICAS {
+        let meet = Arc::new(InMemoryStore::new());
+        for rank in 0..ranks {
+            let mut config = ManagerConfig::new(format!("r{replica}"), lighthouse.address());
+            (config.group_rank, config.group_world_size) = (rank, ranks);
+            config.replica_store = Some(meet.clone());
+            let body = move || train(config, layer, compute, steps);
+            threads.push((format!("replica {replica}, rank {rank}"), thread(body)));
+        }
+    }
+    println!(
+        "{millions} million parameters in {LAYERS} layers, {compute:?} of computing, {steps} steps, {ranks} ranks to a replica"
+    );
+    for (name, thread) in threads {
+        let times = thread.join().unwrap();
+        let median = |part: usize| {
+            let mut found: Vec<Duration> = times.iter().map(|t| t[part]).collect();
+            found.sort();
+            found[steps / 2]
+        };
+        let [whole, pushing, quorum, waited, vote] = std::array::from_fn(median);
         println!(
-            "replica {r}: the median step takes {whole:.2?} beside computing, {pushing:.2?} of it to push gradients"
+            "{name}: the median step takes {whole:.2?} beside computing; pushes {pushing:.2?}, quorum {quorum:.2?}, reductions waited for {waited:.2?}, vote {vote:.2?}"
         );
     }
 }

@@ -179,14 +179,16 @@ impl BucketPlan {
         Ok(())
     }
 
-    /// Takes the mean of the positions that [`Sink::finish`] sent out of the reduced buckets, if it is there, and deals by it. A quantised group
-    /// rounds it, to the same values on all replicas.
-    pub(crate) fn learn(&mut self, reduced: &mut Vec<Tensor>) -> Result<()> {
-        if reduced.len() <= self.buckets.len() {
-            return Ok(());
-        }
-        let means = reduced.pop();
-        let means = means.as_ref().map_or(Ok(&[][..]), Tensor::as_slice::<f32>)?;
+    /// Takes the mean of the positions that [`Sink::finish`] sent out of the reduced buckets, if it is there.
+    pub(crate) fn positions(&self, reduced: &mut Vec<Tensor>) -> Option<Tensor> {
+        (reduced.len() > self.buckets.len())
+            .then(|| reduced.pop())
+            .flatten()
+    }
+
+    /// Deals by the mean of the [positions](Self::positions). A quantised group rounds it, to the same values on all replicas.
+    pub(crate) fn learn(&mut self, positions: &Tensor) -> Result<()> {
+        let means = positions.as_slice::<f32>()?;
         let mut order: Vec<usize> = (0..self.slots.len()).rev().collect();
         // Stable: what is equal stays in the order in which it was dealt.
         let mean = |slot: &usize| means.get(*slot).copied().unwrap_or(f32::INFINITY);
@@ -212,28 +214,84 @@ impl BucketPlan {
             .collect()
     }
 
-    /// The slots' tensors out of the buckets', in those of an earlier step if there are any.
-    pub(crate) fn unpack(&self, buckets: &[Tensor], earlier: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        let mut tensors = memory(&self.slots, earlier);
-        for (tensor, pieces) in tensors.iter_mut().zip(&self.pieces) {
-            let size = tensor.dtype().size();
+    /// The slots' tensors out of the buckets'. `in_place`: a slot that lies in one bucket stays there; what was cut over several is copied, and
+    /// otherwise all are. Copies go into `earlier`, what an earlier step's [`Lent::whole_again`] left, where there is any.
+    pub(crate) fn unpack(
+        &self,
+        buckets: Vec<Tensor>,
+        earlier: Vec<Tensor>,
+        in_place: bool,
+    ) -> Result<(Vec<Tensor>, Lent)> {
+        let short = || Error::new(ErrorKind::Internal, "a bucket came back shorter than it was sent");
+        let stays = |slot: usize| in_place && self.pieces.get(slot).is_some_and(|pieces| pieces.len() == 1);
+        let copied = self.slots.iter().enumerate().map(|(n, slot)| Slot {
+            count: if stays(n) { 0 } else { slot.count },
+            ..*slot
+        });
+        let mut tensors = memory(&copied.collect::<Vec<_>>(), earlier);
+        let mut of_bucket = vec![Vec::new(); self.buckets.len()];
+        for (slot, pieces) in self.pieces.iter().enumerate() {
             for p in pieces {
-                let from = buckets
-                    .get(p.bucket)
-                    .and_then(|b| b.bytes().get(p.at * size..(p.at + p.len) * size));
-                let to = tensor.bytes_mut().get_mut(p.from * size..(p.from + p.len) * size);
-                match (from, to) {
-                    (Some(from), Some(to)) => copy_bytes(to, from),
-                    _ => {
-                        return Err(Error::new(
-                            ErrorKind::Internal,
-                            "a bucket came back shorter than it was sent",
-                        ));
-                    }
-                }
+                of_bucket.get_mut(p.bucket).ok_or_else(short)?.push((slot, *p));
             }
         }
-        Ok(tensors)
+        if buckets.len() < of_bucket.len() {
+            return Err(short());
+        }
+        let mut lent = Vec::with_capacity(buckets.len());
+        for (bucket, mut pieces) in buckets.into_iter().zip(of_bucket) {
+            pieces.sort_unstable_by_key(|(_, p)| p.at);
+            let mut parts = Vec::with_capacity(pieces.len());
+            let mut rest = bucket;
+            for (slot, p) in pieces {
+                let (part, behind) = rest.split_at(p.len).map_err(|_| short())?;
+                rest = behind;
+                let tensor = tensors.get_mut(slot).ok_or_else(short)?;
+                if stays(slot) {
+                    *tensor = part;
+                    parts.push(Place::Slot(slot));
+                } else {
+                    let size = tensor.dtype().size();
+                    let to = tensor.bytes_mut().get_mut(p.from * size..(p.from + p.len) * size);
+                    copy_bytes(to.ok_or_else(short)?, part.bytes());
+                    parts.push(Place::Here(part));
+                }
+            }
+            parts.push(Place::Here(rest));
+            lent.push(parts);
+        }
+        Ok((tensors, Lent(lent)))
+    }
+}
+
+/// Where a part of a bucket is.
+enum Place {
+    /// It is that slot's tensor.
+    Slot(usize),
+    Here(Tensor),
+}
+
+/// The buckets of which slots have parts, in their order.
+pub(crate) struct Lent(Vec<Vec<Place>>);
+
+impl Lent {
+    /// The buckets out of the slots' tensors, of which the copies are left.
+    pub(crate) fn whole_again(self, tensors: &mut [Tensor]) -> Vec<Tensor> {
+        let mut part = |place: Place| match place {
+            Place::Here(part) => Some(part),
+            Place::Slot(slot) => {
+                let tensor = tensors.get_mut(slot)?;
+                let nothing = Tensor::zeros(tensor.dtype(), 0);
+                Some(std::mem::replace(tensor, nothing))
+            }
+        };
+        // Memory that is not whole any more is not kept.
+        let buckets = self.0.into_iter().map(|places| {
+            let mut parts = places.into_iter().map(&mut part);
+            let first = parts.next()??;
+            parts.try_fold(first, |whole, next| whole.join(next?).ok())
+        });
+        buckets.flatten().collect()
     }
 }
 
@@ -548,6 +606,45 @@ impl<'a> Sink<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn slots_stay_in_their_buckets_which_are_whole_again_with_their_memory() {
+        for (first, rest) in [(1, 1), (2, 5), (6, 14), (100, 100)] {
+            let slots = [6usize, 0, 6, 1, 7].map(Slot::f32);
+            let plan = BucketPlan::new(&slots, first, rest).unwrap();
+            let bucket = |(n, b): (usize, &Slot)| {
+                let values = (0..b.count).map(|i| (100 * n + i) as f32);
+                Tensor::from_vec(values.collect())
+            };
+            let mut buckets: Vec<Tensor> = plan.buckets.iter().enumerate().map(bucket).collect();
+            let at: Vec<*const u8> = buckets.iter().map(Tensor::as_ptr).collect();
+            let mut earlier = Vec::new();
+            let mut found: Vec<Vec<Vec<f32>>> = Vec::new();
+            for in_place in [false, true, true] {
+                let (mut tensors, lent) = plan.unpack(buckets, earlier, in_place).unwrap();
+                let values = tensors.iter().map(|t| t.as_slice::<f32>().unwrap().to_vec());
+                found.push(values.collect());
+                for (tensor, pieces) in tensors.iter().zip(&plan.pieces) {
+                    let own = pieces.first().map(|p| at[p.bucket].wrapping_add(p.at * 4));
+                    let stays = pieces.len() == 1 && in_place;
+                    assert_eq!(own == Some(tensor.as_ptr()), stays, "{pieces:?}");
+                }
+                buckets = lent.whole_again(&mut tensors);
+                let same = buckets.iter().zip(&plan.buckets).zip(&at);
+                assert!(
+                    same.clone()
+                        .all(|((b, slot), at)| (b.count(), b.as_ptr()) == (slot.count, *at))
+                );
+                assert_eq!(same.count(), plan.buckets.len());
+                earlier = tensors;
+            }
+            assert_eq!(found[0], found[1]);
+            assert_eq!(found[1], found[2]);
+            assert_eq!(found[0].concat().len(), 20);
+            buckets.pop();
+            assert!(plan.unpack(buckets, Vec::new(), true).is_err());
+        }
+    }
 
     #[test]
     fn every_element_is_in_exactly_one_bucket_from_the_last_slot_to_the_first() {

@@ -165,7 +165,7 @@ pub struct Ddp<R> {
     spare: Spare,
     /// Memory of the step before: its buckets,
     buckets: Vec<Tensor>,
-    /// and the averages that it applied.
+    /// and the averages that it applied, as far as they do not lie in what is spare.
     averages: Vec<Tensor>,
     feedback: Feedback,
     steps: Steps<Vec<Tensor>>,
@@ -326,7 +326,7 @@ impl<R: Replica> Ddp<R> {
     /// One step whose gradients are made while earlier ones already travel: `compute(state, micro_batch, sink)` runs once per micro-batch
     /// and pushes the gradients as the backward pass makes them; slots that it leaves out count as zero. Buckets are dealt for the last
     /// parameter's first; after the first step, for the order in which they came in it, on average over the contributors.
-    /// `apply` gets the averages, a tensor per slot. Both run where and when, and errors are as, in [`step`](Self::step).
+    /// `apply` gets the averages, a tensor per slot, in the memory that they were reduced in. Both run where and when, and errors are as, in [`step`](Self::step).
     pub fn step_with<S: State>(
         &mut self,
         state: &mut S,
@@ -466,11 +466,13 @@ impl<R: Replica> Ddp<R> {
                     .ok_or_else(reduction_missing)
                     .and_then(|(mut averages, n)| {
                         if !closing {
+                            let positions = self.plan.positions(&mut averages);
                             let room = std::mem::take(&mut self.averages);
-                            let gradients = self.plan.unpack(&averages, room)?;
-                            self.plan.learn(&mut averages)?;
-                            self.spare.keep(averages);
+                            let in_place = kind == Run::Buckets;
+                            let (gradients, lent) = self.plan.unpack(averages, room, in_place)?;
+                            positions.map_or(Ok(()), |means| self.plan.learn(&means))?;
                             self.averages = apply(state, gradients)?;
+                            self.spare.keep(lent.whole_again(&mut self.averages));
                         }
                         Ok(n)
                     });

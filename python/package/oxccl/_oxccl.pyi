@@ -65,6 +65,35 @@ class Traffic:
     def received(self) -> int:
         """Bytes received from other ranks."""
 
+class Memory:
+    """Memory of a group, from `Group.alloc`, which goes with the last view of it. Operations take it as it is.
+
+    Views of it: ``torch.from_dlpack(memory)``, ``numpy.from_dlpack(memory)`` (NumPy 2.1 or newer: before, they are read-only).
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of the element type."""
+
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule with a view. Raises `BufferError` if a copy is asked for, or another device."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The CPU."""
+
+    def _is_lent(self) -> bool: ...
+
 class PremulSum:
     """The reduction that multiplies each rank's values by its `factor` and sums."""
 
@@ -616,6 +645,13 @@ class Group:
 
     def traffic(self) -> Traffic:
         """Bytes moved so far."""
+
+    def alloc(self, shape: int | Sequence[int], dtype: str = "f32") -> Memory:
+        """Memory of zeros that the other ranks of this host read in place, where there is such memory; elsewhere it is ordinary memory.
+
+        Operations on it, or on a part of it, send no copy to those ranks; the results are the same. It needs no other rank, may come before the group
+        is connected, and outlives it. For what is used again and again: each page costs something when it is first written.
+        """
 
     def configure(
         self,

@@ -1,9 +1,10 @@
-//! DLPack: capsules of both versions, taken over and given back.
+//! DLPack: capsules of both versions, taken over and given back, and made of tensors of ours.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
-use oxccl::core::DType;
+use oxccl::core::{DType, Tensor};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -192,5 +193,153 @@ impl Managed {
             (5, bits, 1) => return Err(format!("complex{bits}")),
             _ => return Err(format!("DLPack code {code}, {bits} bits, {lanes} lanes")),
         })
+    }
+}
+
+/// A host tensor of ours that Python may read and write wherever it has a view of it. Its memory goes with the last of them.
+pub(crate) struct Kept {
+    address: NonNull<u8>,
+    dtype: DType,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    _owner: Tensor,
+}
+
+// SAFETY: `address` leads into the owner's memory, which is Send, and only Python's views read or write there.
+unsafe impl Send for Kept {}
+// SAFETY: as above; nothing here is changed once it is made.
+unsafe impl Sync for Kept {}
+
+impl Kept {
+    /// `owner` is one-dimensional and has as many elements as `shape`.
+    pub(crate) fn new(mut owner: Tensor, shape: &[usize]) -> Option<Arc<Self>> {
+        let shape: Vec<i64> = shape
+            .iter()
+            .map(|&d| i64::try_from(d).ok())
+            .collect::<Option<_>>()?;
+        let mut strides = vec![1i64; shape.len()];
+        for n in (1..shape.len()).rev() {
+            let (before, at) = strides.split_at_mut(n);
+            if let (Some(before), Some(at), Some(dim)) = (before.last_mut(), at.first(), shape.get(n)) {
+                *before = at.saturating_mul((*dim).max(1));
+            }
+        }
+        Some(Arc::new(Self {
+            address: NonNull::new(owner.as_mut_ptr())?,
+            dtype: owner.dtype(),
+            shape,
+            strides,
+            _owner: owner,
+        }))
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub(crate) fn shape(&self) -> &[i64] {
+        &self.shape
+    }
+
+    /// True while a capsule, or what took it over, has it.
+    pub(crate) fn is_lent(self: &Arc<Self>) -> bool {
+        let is_lent = Arc::strong_count(self) > 1;
+        // What was written through the views that are gone was written before.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
+        is_lent
+    }
+
+    fn described(&self) -> DlTensor {
+        let (code, bits) = match self.dtype {
+            DType::I8 | DType::I16 | DType::I32 | DType::I64 => (0, self.dtype.size() * 8),
+            DType::F16 | DType::F32 | DType::F64 => (2, self.dtype.size() * 8),
+            DType::BF16 => (4, 16),
+            DType::Bool => (6, 8),
+            DType::F8E4M3 => (10, 8),
+            DType::F8E5M2 => (12, 8),
+            _ => (1, self.dtype.size() * 8),
+        };
+        DlTensor {
+            data: self.address.as_ptr().cast(),
+            device_type: 1,
+            device_id: 0,
+            ndim: i32::try_from(self.shape.len()).unwrap_or(i32::MAX),
+            dtype: DataType {
+                code,
+                bits: u8::try_from(bits).unwrap_or(u8::MAX),
+                lanes: 1,
+            },
+            shape: self.shape.as_ptr(),
+            strides: self.strides.as_ptr(),
+            byte_offset: 0,
+        }
+    }
+
+    /// A capsule of version 1 or of the old kind. Who takes it over gives it back on any thread, attached or not.
+    pub(crate) fn lend<'py>(
+        self: &Arc<Self>,
+        py: Python<'py>,
+        versioned: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let context = Arc::into_raw(self.clone()).cast::<c_void>().cast_mut();
+        let (at, name) = if versioned {
+            let made = Versioned {
+                major: 1,
+                minor: 0,
+                context,
+                deleter: Some(delete_versioned),
+                flags: 0,
+                tensor: self.described(),
+            };
+            (Box::into_raw(Box::new(made)).cast::<c_void>(), VERSIONED)
+        } else {
+            let made = Plain {
+                tensor: self.described(),
+                context,
+                deleter: Some(delete_plain),
+            };
+            (Box::into_raw(Box::new(made)).cast::<c_void>(), PLAIN)
+        };
+        // SAFETY: an attached thread; the name lives for ever, and the destructor frees what lies at `at` if no one took it over.
+        unsafe {
+            Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(at, name.as_ptr(), Some(delete_unused)))
+        }
+        // SAFETY: there is no capsule that would free it.
+        .inspect_err(|_| unsafe { delete(at, versioned) })
+    }
+}
+
+/// # Safety
+/// `at` was made by [`Kept::lend`], of that version, and is freed once.
+unsafe fn delete(at: *mut c_void, versioned: bool) {
+    // SAFETY: by the contract above.
+    unsafe {
+        if versioned {
+            delete_versioned(at.cast());
+        } else {
+            delete_plain(at.cast());
+        }
+    }
+}
+
+unsafe extern "C" fn delete_plain(at: *mut Plain) {
+    // SAFETY: the protocol: called once, with what `lend` made.
+    unsafe { drop(Arc::from_raw(Box::from_raw(at).context.cast::<Kept>())) };
+}
+
+unsafe extern "C" fn delete_versioned(at: *mut Versioned) {
+    // SAFETY: as above.
+    unsafe { drop(Arc::from_raw(Box::from_raw(at).context.cast::<Kept>())) };
+}
+
+/// Of a capsule: who took the tensor over has given it another name.
+unsafe extern "C" fn delete_unused(capsule: *mut ffi::PyObject) {
+    for (name, versioned) in [(PLAIN, false), (VERSIONED, true)] {
+        // SAFETY: the interpreter calls this on an attached thread with a capsule that `lend` made; a valid name means that it still owns its tensor.
+        unsafe {
+            if ffi::PyCapsule_IsValid(capsule, name.as_ptr()) != 0 {
+                delete(ffi::PyCapsule_GetPointer(capsule, name.as_ptr()), versioned);
+            }
+        }
     }
 }

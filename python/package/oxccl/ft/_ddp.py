@@ -12,19 +12,23 @@ from torch import nn
 import oxccl
 from oxccl.ft._manager import Manager
 from oxccl.ft._work import Work
+from oxccl.torch._calls import alloc
 
 _FIRST_MB = 1.0
 """Small, so that gradients begin to travel early."""
 
 
 class _Bucket:
-    """Gradients of one element type that travel together. `own` are this replica's, `sent` what travels and comes back as averages."""
+    """Gradients of one element type that travel together. `own` are this replica's, `sent` what travels and comes back as averages.
 
-    def __init__(self, parameters: list[Any]) -> None:
+    Replicas on this host read `sent` in place.
+    """
+
+    def __init__(self, manager: Manager, parameters: list[Any]) -> None:
         self.parameters = parameters
         dtype = parameters[0].dtype
         self.own = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype)
-        self.sent = torch.zeros_like(self.own)
+        self.sent = alloc(manager._pg, self.own.numel(), dtype)
         self.views = [self._shaped(self.own), self._shaped(self.sent)]
         self.missing = len(parameters)
         self.work: Work | None = None
@@ -75,7 +79,7 @@ class DistributedDataParallel(nn.Module):
             raise oxccl.Unsupported("this group keeps residuals (error_feedback=True), which here only LocalSGD and DiLoCo carry; leave it off")
         self.module = module
         self._manager = manager
-        self._buckets = [_Bucket(parameters) for parameters in _deal(module, bucket_cap_mb)]
+        self._buckets = [_Bucket(manager, parameters) for parameters in _deal(module, bucket_cap_mb)]
         self._home = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
         self._next = 0
         self._is_running = False

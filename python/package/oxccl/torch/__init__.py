@@ -12,10 +12,10 @@ from torch._C import _dynamo
 
 from oxccl.torch import _backend, _calls, _group, _work
 from oxccl.torch._backend import Backend
-from oxccl.torch._group import ProcessGroup, register
+from oxccl.torch._group import ProcessGroup, empty, register
 from oxccl.torch._work import Work
 
-__all__ = ["Backend", "ProcessGroup", "Work", "register"]
+__all__ = ["Backend", "ProcessGroup", "Work", "empty", "register"]
 
 
 def _leave_to_python() -> None:

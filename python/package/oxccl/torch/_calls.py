@@ -36,6 +36,7 @@ _DTYPES = [
     (torch.float8_e5m2, "f8e5m2"),
 ]
 _oxccl._know_torch(torch.Tensor, _DTYPES)
+_NAMES = dict(_DTYPES)
 
 # By the numbers of torch's reductions, which are their hashes.
 _REDUCTIONS: list[_oxccl.Reduction] = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
@@ -54,6 +55,21 @@ _BARRIER = c10d.BarrierOptions()
 
 Tensor = Any
 Options = Any
+
+
+def memory(group: oxccl.Group, size: int | Sequence[int], dtype: Any) -> oxccl.Memory:
+    """Memory of `group` for a tensor of torch."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise oxccl.Unsupported(
+            f"no operation takes {dtype}; complex numbers are pairs: torch.view_as_complex of a tensor with a last dimension of 2"
+        )
+    return group.alloc(size, name)
+
+
+def alloc(group: oxccl.Group, size: int | Sequence[int], dtype: Any) -> Tensor:
+    """A tensor of zeros that the other ranks of this host read in place, where `group` has such memory; it lives as long as any view of it."""
+    return torch.from_dlpack(memory(group, size, dtype))
 
 
 def reduction(op: Any) -> _oxccl.Reduction:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+import oxccl
 from oxccl.torch._backend import Backend, connect
-from oxccl.torch._calls import Calls
+from oxccl.torch._calls import Calls, alloc
 
 _CPU = torch.device("cpu")
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
@@ -117,6 +118,28 @@ def _create(opts: Any, backend_options: Any) -> ProcessGroup | Backend:
         return make(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout, backend_options)
     group = connect(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout, backend_options)
     return Backend(group, opts.group_id, opts.timeout, backend_options)
+
+
+def empty(*size: Any, dtype: Any = None, group: Any = None) -> Any:
+    """A tensor, zeros at first, in memory that the other ranks of this host read in place where a copy would be sent of any other.
+
+    Use it, and views and slices of it, as any tensor: ``dist.all_reduce(t)`` gives the same result in less time. It outlives the group. It is for
+    what is used again and again, such as a buffer for gradients: each page costs something when it is first written.
+
+    Args:
+        size: as for `torch.empty`.
+        dtype: by default torch's.
+        group: a process group with oxccl for the CPU; by default that of all ranks.
+
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group first, or give one")
+    found = getattr(group, "_backend", None) or group._get_backend(_CPU)
+    if not isinstance(found, Backend):
+        raise oxccl.Unsupported(f"the group's backend for the CPU is {found.name()}, not oxccl")
+    dims = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return alloc(found._group, list(dims), dtype or torch.get_default_dtype())
 
 
 def register() -> None:
