@@ -225,12 +225,19 @@ impl Network {
         if said.trim() != "up" {
             return Err(format!("the line does not come up: {}", said.trim()));
         }
-        for host in &network.hosts {
-            for setting in ["tcp_rmem", "tcp_wmem"].iter().filter(|_| windows) {
-                host.run("sysctl", &["-w", &format!("net.ipv4.{setting}={WINDOWS}")], "")?;
-            }
+        for setting in ["tcp_rmem", "tcp_wmem"].iter().filter(|_| windows) {
+            network.set(setting, WINDOWS)?;
         }
         Ok(network)
+    }
+
+    /// Sets `net.ipv4.<setting>` on every host, for connections from now on.
+    pub fn set(&self, setting: &str, value: &str) -> Made<()> {
+        let text = format!("net.ipv4.{setting}={value}");
+        for host in &self.hosts {
+            host.run("sysctl", &["-w", &text], "")?;
+        }
+        Ok(())
     }
 
     /// The hosts, in order.

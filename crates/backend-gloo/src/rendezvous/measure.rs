@@ -1,7 +1,7 @@
 //! What the links between ranks carry, measured once all are connected: the option `links=measured`.
 //!
 //! One rank after the other has its turn, in which it sends to all others and all others send to it, as much as goes, for ten round trips and a
-//! little: long enough for connections to find their rate, which is taken from the second half. If all sent to all at once, the links of slow ranks would
+//! little: long enough for connections to find their rate, which is taken from the second half up to the end of what was sent. If all sent to all at once, the links of slow ranks would
 //! hide what those of fast ones carry. In the end every rank tells all others what it has seen, and all compute the same shares from the same numbers
 //! (INV-3). The bytes go over the connections of collectives, before the first of those.
 
@@ -65,29 +65,32 @@ struct Flow {
     first: Option<Instant>,
     /// When the second half began, and how much was there.
     half: Option<(Instant, u64)>,
-    last: Option<(Instant, u64)>,
     ends: usize,
+    /// When the last of the ends came.
+    end: Option<Instant>,
 }
 
 impl Flow {
     fn arrived(&mut self, bytes: usize, now: Instant, turn: Option<Duration>) {
         self.bytes += bytes as u64;
         let first = *self.first.get_or_insert(now);
-        let since = now.saturating_duration_since(first);
-        let Some(turn) = turn else { return };
-        if since >= turn / 2 && self.half.is_none() {
+        let second = turn.is_some_and(|turn| now.saturating_duration_since(first) >= turn / 2);
+        if second && self.half.is_none() {
             self.half = Some((now, self.bytes));
-        }
-        if since <= turn {
-            self.last = Some((now, self.bytes));
         }
     }
 
-    /// Bytes a second.
+    fn ended(&mut self, now: Instant) {
+        self.ends += 1;
+        self.end = Some(now);
+    }
+
+    /// Bytes a second. Up to the end, however late that comes: where packets were lost, nothing arrives for a while, and then all that was held
+    /// back at once.
     fn rate(&self, turn: Duration) -> u64 {
-        let window = match (self.half, self.last) {
-            (Some((from, before)), Some((to, bytes))) if bytes > before => {
-                Some((bytes - before, to.saturating_duration_since(from)))
+        let window = match (self.half, self.end) {
+            (Some((from, before)), Some(to)) if self.bytes > before => {
+                Some((self.bytes - before, to.saturating_duration_since(from)))
             }
             _ => None,
         };
@@ -142,7 +145,7 @@ impl Talk {
     fn take(&mut self, message: &[u8], world: usize) {
         let [kind, text @ ..] = message else { return };
         match *kind {
-            END => self.flow.ends += 1,
+            END => self.flow.ended(Instant::now()),
             ASK => self.say(ANSWER, &[]),
             ANSWER => self.answered = true,
             BEGIN => {
