@@ -129,7 +129,7 @@ const FAULTS: &[Fault] = &[
     ("quantised: a rank that stands aside counts", Tests("oxccl-quant --test quant-conformance"), &[("crates/quant/src/exchange.rs", "let contributes = opened.contributors == 1;", "let contributes = true;")]),
     ("quantised: a peer may claim any number of contributors", Tests("oxccl-quant --lib"), &[("crates/quant/src/chunk.rs", "if contributors > most {", "if false && contributors > most {")]),
     ("gloo: the deadline of an operation that no thread drives", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/queue.rs", "let sleeps_past = due.is_some_and(|due| self.sleeps_until.is_none_or(|until| until > due));", "let sleeps_past = false;")]),
-    ("gloo: an operation that no thread drives is not rung for", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/caller.rs", "self.bell().arm(Sleep::Thread);", "let _ = Sleep::Thread;")]),
+    ("gloo: what wakes the thread is rung where it does not sleep", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/caller.rs", "self.bell().arm(Sleep::Thread);", "self.bell().arm(Sleep::Word);")]),
     ("gloo: an operation that was rung for while it was parked", Row("gloo-shm-threads"), &[("crates/backend-gloo/src/queue.rs", "let rung = !self.bell().is_armed();", "let rung = false;")]),
     ("gloo, uneven shares: a rank's own values count twice", Tests("backend-gloo --lib -- shares"), &[("crates/backend-gloo/src/schedule/uneven.rs", "let mut steps: Vec<Local> = (1..world)", "let mut steps: Vec<Local> = (0..world)")]),
     ("gloo, uneven shares: sums are handed out before they are made", Tests("backend-gloo --lib -- shares"), &[("crates/backend-gloo/src/schedule/uneven.rs", "s.rounds.extend(handed_out.replace(gather));", "s.rounds.push(gather);")]),
