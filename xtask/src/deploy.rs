@@ -99,4 +99,31 @@ mod tests {
             assert!(allowed.contains(&needed), "{needed} is not in .dockerignore");
         }
     }
+
+    #[test]
+    fn the_image_is_built_with_this_toolchain_from_packages_that_are_there() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let read =
+            |name: &str| std::fs::read_to_string(root.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (file, toolchain) = (read("deploy/Containerfile"), read("rust-toolchain.toml"));
+        let channel = toolchain.split('"').nth(1).expect("a channel");
+        let minor: Vec<&str> = channel.split('.').take(2).collect();
+        let base = format!("rust:{}-", minor.join("."));
+        assert!(
+            file.contains(&base),
+            "the file builds on another image than {base}"
+        );
+        let packages: Vec<&str> = file
+            .split("--path ")
+            .skip(1)
+            .filter_map(|rest| rest.split(' ').next())
+            .collect();
+        assert_eq!(packages.len(), 2, "{packages:?}");
+        for package in packages {
+            assert!(
+                root.join(package).join("Cargo.toml").is_file(),
+                "{package} is no package"
+            );
+        }
+    }
 }
