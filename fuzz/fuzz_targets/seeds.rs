@@ -12,7 +12,7 @@ fn main() -> std::io::Result<()> {
         ("checkpoint_state", oxccl_fuzz::state::encoded_seeds()),
         ("quant_decode", oxccl_fuzz::values::seeds()),
         ("isolate_frames", oxccl_fuzz::isolate::seeds()),
-        ("nccl_control", oxccl_fuzz::nccl::seeds()),
+        ("peers", oxccl_fuzz::peers::seeds()),
     ];
     for (target, seeds) in seeds {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);

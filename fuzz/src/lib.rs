@@ -5,11 +5,11 @@
 //! Each module has `seeds`: valid bytes to begin from.
 
 // The included sources name these from the crate's root.
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, identity, printable};
 
 pub mod gloo;
 pub mod isolate;
-pub mod nccl;
+pub mod peers;
 pub mod state;
 pub mod store;
 pub mod values;

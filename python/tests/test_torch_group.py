@@ -171,6 +171,8 @@ def futures(dist: Any) -> list[str]:
     late.wait()
     late.get_future().wait()
     if dist.get_rank() == 0:
+        # Else the abort might overtake the end of the barrier there.
+        store.wait(["passed"], timedelta(seconds=60))
         lost = dist.irecv(torch.zeros(1), 1, tag=9)
         failing = lost.get_future()
         dist.group.WORLD.abort()
@@ -180,6 +182,7 @@ def futures(dist: Any) -> list[str]:
             lost.wait()
         store.set("aborted", "1")
     else:
+        store.set("passed", "1")
         # Else rank 0 might hear first that this one has left.
         store.wait(["aborted"], timedelta(seconds=60))
     return wrong

@@ -9,11 +9,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{SendError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use ftcore::agreement::Agreement;
 use ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
+use ftcore::peers::{Meeting, Peers, ranks};
 use ftcore::{
     Collective, Completion, Configuration, Error, ErrorKind, Event, OpKind, Result, Traffic, deadline_in,
     time_left,
@@ -21,7 +22,6 @@ use ftcore::{
 
 use crate::channels::{self, Channels};
 use crate::compared::{self, Waiting};
-use crate::control::{Control, Line, Listener, Notice};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::CudaStream;
 use crate::options::Settings;
@@ -86,7 +86,7 @@ pub(crate) struct Shared {
     /// Where the ranks compare what they call, and where collectives wait for that.
     pub(crate) agreement: Option<Agreement>,
     waiting: Option<Sender<Waiting>>,
-    control: Option<Arc<Control>>,
+    peers: Arc<Peers>,
     /// Held while an operation is enqueued or the communicator is split: NCCL takes one such call at a time.
     order: Mutex<()>,
     barriers: Mutex<Barriers>,
@@ -107,7 +107,7 @@ pub(crate) struct Ingredients {
     pub(crate) comm: Arc<Comm>,
     pub(crate) settings: Settings,
     pub(crate) counters: Arc<Counters>,
-    pub(crate) streams: Vec<(u32, Line)>,
+    pub(crate) meeting: Meeting,
 }
 
 /// See the module.
@@ -120,20 +120,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Starts the control connections, the watch and the engine. If one of them does not start, the other ranks are told.
 pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
     let place = Place::of(&i.configuration);
-    let heard: Arc<Mutex<Weak<Engine<NcclDriver>>>> = Arc::default();
-    // What is heard before the engine stands waits for this lock.
-    let mut gate = lock(&heard);
-    let to = heard.clone();
-    let listener: Listener = Arc::new(move |notice| {
-        let engine = lock(&to).upgrade();
-        if let Some(engine) = engine {
-            hear(&engine, notice);
-        }
-    });
-    let control = match place.world {
-        1 => None,
-        world => Some(Control::start(place.rank, world, i.streams, listener)?),
-    };
+    let peers = Peers::start(i.meeting)?;
     let channels = Arc::new(Channels::default());
     let asked = (i.comm.clone(), channels.clone());
     let ask = move || asked.0.state().and_then(|_| asked.1.check()).err();
@@ -153,7 +140,7 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
             configuration: i.configuration,
             counters: i.counters,
             channels,
-            control: control.clone(),
+            peers: peers.clone(),
             order: Mutex::default(),
             barriers: Mutex::default(),
             failure: OnceLock::new(),
@@ -168,20 +155,9 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
         };
         Engine::start("ox-nccl-end", place, rules, NcclDriver(shared))
     };
-    let engine = begin().inspect_err(|error| {
-        if let Some(control) = &control {
-            control.fail(error);
-        }
-    })?;
-    *gate = Arc::downgrade(&engine);
+    let engine = begin().inspect_err(|error| peers.fail(error))?;
+    peers.listen(&engine, |engine, number| engine.driver().open(number))?;
     Ok(engine)
-}
-
-fn hear(engine: &Arc<Engine<NcclDriver>>, notice: Notice) {
-    match notice {
-        Notice::Failed(error) => engine.fail(engine.place().name(error)),
-        Notice::Released(number) => engine.driver().open(number),
-    }
 }
 
 impl Shared {
@@ -228,24 +204,13 @@ impl Shared {
     }
 
     fn hang_up(&self) {
-        if let Some(control) = &self.control {
-            control.close();
-        }
+        self.peers.close();
     }
 
     /// Whom a monitored barrier waits for.
     fn missing(&self) -> String {
         let number = lock(&self.barriers).waiting.keys().next().copied();
-        let (Some(control), Some(number), 0) = (&self.control, number, self.place.rank) else {
-            return "rank 0 to open the barrier".to_string();
-        };
-        match control.missing(number).as_slice() {
-            [one] => format!("the barrier, which rank {one} has not entered"),
-            many => {
-                let many: Vec<String> = many.iter().map(ToString::to_string).collect();
-                format!("the barrier, which ranks {} have not entered", many.join(", "))
-            }
-        }
+        number.map_or_else(|| "the barrier".to_string(), |number| self.peers.awaited(number))
     }
 }
 
@@ -309,9 +274,8 @@ impl NcclDriver {
             barriers.waiting.insert(number, ticket);
             number
         };
-        match &self.0.control {
-            Some(control) => control.enter(number),
-            None => self.open(number),
+        if self.0.peers.enter(number) {
+            self.open(number);
         }
         // The interruption may have looked before it was there.
         if self.0.failure().is_some() {
@@ -382,9 +346,7 @@ impl Driver for NcclDriver {
         tracing::warn!(rank = shared.place.rank, epoch = shared.place.epoch, %failure, "a group has failed");
         let _ = shared.failure.set(failure.clone());
         shared.in_flight.stop();
-        if let Some(control) = &shared.control {
-            control.report(failure);
-        }
+        shared.peers.report(failure);
         self.close_barriers();
         threads::in_background("ox-nccl-abort", move || {
             shared.abort();
@@ -401,10 +363,8 @@ impl Driver for NcclDriver {
 
     fn release(&self) -> Result<()> {
         let shared = self.0.clone();
-        if let Some(control) = &shared.control {
-            control.bye();
-            control.close();
-        }
+        shared.peers.leave();
+        shared.peers.close();
         let (told, flushed) = channel();
         threads::in_background("ox-nccl-flush", move || {
             let _inside = shared.gpu.enter();
@@ -433,11 +393,11 @@ impl Driver for NcclDriver {
                 self.0.place.world
             ),
         };
-        let left = self.0.control.as_ref().map(|c| c.left()).unwrap_or_default();
+        let left = self.0.peers.left();
         let note = match left.as_slice() {
             [] => String::new(),
-            [one] => format!("; rank {one} has left"),
-            many => format!("; ranks {many:?} have left"),
+            [_] => format!("; {} has left", ranks(&left)),
+            _ => format!("; {} have left", ranks(&left)),
         };
         format!("waiting for {whom}{note}")
     }

@@ -7,12 +7,11 @@ use ftcore::engine::{Backend, Engine, Group, OnCallers};
 use ftcore::lifecycle::Split;
 use ftcore::{
     Capabilities, Collective, Configuration, Device, DeviceKind, Error, ErrorKind, Event, GroupOptions,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, wrong_device,
+    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, bounded, peers, wrong_device,
 };
+use nccl_sys::UniqueId;
 
-use crate::bounded::bounded;
 use crate::capability::capabilities;
-use crate::control;
 use crate::cuda::event::CudaEvent;
 use crate::cuda::gpu::Gpu;
 use crate::driver::{self, Call, Counters, Ingredients, NcclDriver};
@@ -58,16 +57,15 @@ impl NcclBackend {
         threads::catch_up();
         let nccl = nccl()?;
         let _inside = self.gpu.enter()?;
+        let terms = self.settings.terms();
         let id = match &origin {
             Origin::Id if c.rank == 0 => {
                 let id = unique_id(nccl, c);
-                Some(id.inspect_err(|e| control::refuse(c, e))?)
+                Some(id.inspect_err(|e| terms.refuse(c, e))?)
             }
             _ => None,
         };
-        let constants = self.settings.constants();
-        let credentials = self.settings.credentials.as_ref();
-        let mut meeting = match control::meet(c, constants, credentials, id) {
+        let mut meeting = match peers::meet(c, &terms, id.map(|id| id.0.to_vec())) {
             Ok(meeting) => meeting,
             Err(error) => {
                 if let Origin::Parent(comm) = origin {
@@ -76,7 +74,8 @@ impl NcclBackend {
                 return Err(error);
             }
         };
-        let comm = match (origin, meeting.id) {
+        let id = meeting.gift.take().and_then(|id| id.try_into().ok()).map(UniqueId);
+        let comm = match (origin, id) {
             (Origin::Parent(comm), _) => Ok(*comm),
             (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
             (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
@@ -88,14 +87,14 @@ impl NcclBackend {
                 Err(error)
             }
         });
-        let comm = settled.inspect_err(|error| meeting.fail(c.rank, error))?;
+        let comm = settled.inspect_err(|error| meeting.fail(error))?;
         let started = driver::start(Ingredients {
             configuration: c.clone(),
             gpu: self.gpu.clone(),
             comm: comm.clone(),
             settings: self.settings.clone(),
             counters: self.counters.clone(),
-            streams: meeting.streams,
+            meeting,
         });
         started.inspect_err(|_| give_up(comm))
     }
@@ -106,7 +105,7 @@ impl NcclBackend {
         &self,
         nccl: &'static Nccl,
         c: &Configuration,
-        id: nccl_sys::UniqueId,
+        id: UniqueId,
         elsewhere: &dyn Fn() -> Option<Error>,
     ) -> Result<Comm> {
         let (rank, world, wish) = (c.rank, c.world_size, self.settings.wish(&c.name));
@@ -123,7 +122,7 @@ impl NcclBackend {
 }
 
 /// What rank 0 gives out. The library opens its sockets for it, which may take long.
-fn unique_id(nccl: &'static Nccl, c: &Configuration) -> Result<nccl_sys::UniqueId> {
+fn unique_id(nccl: &'static Nccl, c: &Configuration) -> Result<UniqueId> {
     let late = || Error::timeout("NCCL made no unique id by the deadline (phase: unique id)");
     let stop = || c.cancel.reason();
     bounded("ox-nccl-id", c.deadline, &stop, &late, || nccl.unique_id(), drop)?

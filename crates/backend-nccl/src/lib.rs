@@ -1,8 +1,8 @@
 //! oxccl's CUDA backend: NCCL, opened at run time. Nothing of CUDA is needed to build, and a machine without it gets a reason.
 //!
 //! Data flows down: [`NcclGroup`] takes validated operations (`group`); ftcore's engine hands them to the `driver` of a configuration,
-//! which enqueues collectives on its stream (`enqueue`) and messages in channels (`channels`). `control` carries what NCCL does not: who
-//! died, who aborted, who is missing. `raw` is NCCL and `cuda/raw` the driver; nothing else is unsafe.
+//! which enqueues collectives on its stream (`enqueue`) and messages in channels (`channels`). [`ftcore::peers`] carries what NCCL does not:
+//! who died, who aborted, who is missing. `raw` is NCCL and `cuda/raw` the driver; nothing else is unsafe.
 //!
 //! Linking this crate registers the backend `nccl` and the device kind `cuda`.
 //!
@@ -13,11 +13,9 @@
 //! Environment: `OXCCL_NCCL_PATH` (the library, see `nccl_sys::locate`), `OXCCL_CUDA_PATH` (the driver library instead of the loader's
 //! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
 
-mod bounded;
 mod capability;
 mod channels;
 mod compared;
-mod control;
 mod cuda;
 mod driver;
 mod enqueue;

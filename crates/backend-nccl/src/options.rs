@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ftcore::peers::Terms;
 use ftcore::{Credentials, Error, GroupOptions, Result, agreement};
 use nccl_sys::{Config, Version};
 
@@ -123,18 +124,23 @@ impl Settings {
         }
     }
 
-    /// A hash of what all ranks must have in common.
-    pub(crate) fn constants(&self) -> u64 {
-        let parts = [
-            u64::from(crate::control::VERSION),
-            u64::from(self.version.0 / 100),
-            u64::from(self.count_contributors),
-            u64::from(self.detects),
-            u64::from(u16::from_ne_bytes([1, 0])),
-        ];
-        parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
-            (hash ^ part).wrapping_mul(0x0000_0100_0000_01B3)
-        })
+    /// How ranks meet.
+    pub(crate) fn terms(&self) -> Terms {
+        let counted = if self.count_contributors { "counted" } else { "all" };
+        let detects = if self.detects { "on" } else { "off" };
+        let Version(number) = self.version;
+        Terms {
+            backend: "nccl",
+            // Minor versions work together.
+            setup: format!(
+                "NCCL {}.{}, contributors {counted}, mismatch detection {detects}, {}",
+                number / 10_000,
+                number / 100 % 100,
+                if cfg!(target_endian = "little") { "little endian" } else { "big endian" },
+            ),
+            one_per_process: false,
+            credentials: self.credentials.clone(),
+        }
     }
 }
 
@@ -183,16 +189,16 @@ mod tests {
 
     #[test]
     fn groups_that_count_or_compare_and_groups_that_do_not_cannot_meet() {
-        let constants = |hint: &[(&str, &str)]| {
+        let setup = |hint: &[(&str, &str)]| {
             let mut options = GroupOptions::default();
             let hints = hint
                 .iter()
                 .map(|(name, value)| (name.to_string(), value.to_string()));
             options.hints.extend(hints);
-            Settings::new(options, NEW).unwrap().constants()
+            Settings::new(options, NEW).unwrap().terms().setup
         };
-        assert_ne!(constants(&[]), constants(&[("contributors", "all")]));
-        assert_ne!(constants(&[]), constants(&[("mismatch_detection", "on")]));
-        assert_eq!(constants(&[]), constants(&[("mismatch_detection", "off")]));
+        assert_ne!(setup(&[]), setup(&[("contributors", "all")]));
+        assert_ne!(setup(&[]), setup(&[("mismatch_detection", "on")]));
+        assert_eq!(setup(&[]), setup(&[("mismatch_detection", "off")]));
     }
 }

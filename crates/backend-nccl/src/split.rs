@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ftcore::engine::Engine;
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, bounded};
 
-use crate::bounded::bounded;
 use crate::driver::{NcclDriver, Shared};
 use crate::raw::{Comm, Part, Wish};
 

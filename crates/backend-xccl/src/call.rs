@@ -15,8 +15,6 @@ use crate::comms::Comms;
 use crate::driver::Engine;
 use crate::xpu::event::{Order, Promise, XpuEvent};
 
-/// A monitored barrier finds out by itself who is missing at its deadline, and gets this long to say so.
-const VERDICT: Duration = Duration::from_secs(3);
 /// How long after its deadline an operation on a device has been reported, so that no caller waits for its event any more.
 const PROMISED: Duration = Duration::from_secs(5);
 
@@ -105,10 +103,6 @@ fn one(engine: &Arc<Engine>, op: Collective, terms: Terms) -> Result<Work, Box<R
     let promised =
         engine.driver().side.is_some() && !label.kind.is_p2p() && label.kind != OpKind::MonitoredBarrier;
     let promise = promised.then(|| Promise::new(deadline.checked_add(PROMISED).unwrap_or(deadline)));
-    let due = match label.kind {
-        OpKind::MonitoredBarrier => deadline.checked_add(VERDICT).unwrap_or(deadline),
-        _ => deadline,
-    };
     let call = Call {
         op,
         contribute,
@@ -122,8 +116,8 @@ fn one(engine: &Arc<Engine>, op: Collective, terms: Terms) -> Result<Work, Box<R
     };
     // Alone, no call waits for another rank.
     let submitted = match engine.place().world {
-        1 => engine.submit_here(call, label, due),
-        _ => engine.submit(call, label, due),
+        1 => engine.submit_here(call, label, deadline),
+        _ => engine.submit(call, label, deadline),
     };
     match submitted {
         Ok(work) => {

@@ -3,7 +3,8 @@
 //! Collectives have one executor of the engine; messages have one per peer and direction, on a communicator of their own, so that no
 //! message waits for another. A call cannot be cancelled. So the operations that are with an executor stand in a `Desk`: after a failure
 //! `interrupt` takes them out and gives back what no call uses yet; the memory of the others is leaked and counted (INV-8), their threads
-//! count as stuck until they come back. The other ranks hear of a failure through the store (`notices`), and what they fail with is heard there.
+//! count as stuck until they come back. The other ranks hear of a failure over the control connections
+//! ([`ftcore::peers`]), and what they fail with is heard there.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,12 +14,11 @@ use std::time::{Duration, Instant};
 
 use ftcore::agreement::{Agreement, Message, Record};
 use ftcore::engine::{self, Channel, Driver, Ended, Label, Place, Rules, SpinBudget, Stage, Ticket, spawn};
-use ftcore::lifecycle::{Engine as _, leave_at_exit};
-use ftcore::{Completion, Error, ErrorKind, Result, Tensor, deadline_in, time_left};
+use ftcore::peers::{Meeting, Peers};
+use ftcore::{Completion, Error, ErrorKind, OpKind, Result, Tensor, deadline_in, time_left};
 
 use crate::call::{Call, Split, Task};
 use crate::comms::Comms;
-use crate::notices;
 use crate::ops::{self, Count};
 use crate::raw::exit::{Leaving, Stuck};
 use crate::raw::lent::{Held, Lent, lend};
@@ -50,14 +50,17 @@ const BUSY: usize = 3;
 const LEAVING: Duration = Duration::from_secs(60);
 /// How long it then waits until they all have.
 const LAST_ONES: Duration = Duration::from_secs(4);
+/// The barriers in which they wait; operations count from 0.
+const LEFT: u64 = u64::MAX;
+const DESTROYED: u64 = u64::MAX - 1;
 /// The part of that for which `shutdown` waits.
 const COURTESY: Duration = Duration::from_secs(2);
 
 /// What a driver is made of.
 pub(crate) struct Parts {
     pub(crate) comms: Comms,
-    /// `None` in a world of one.
-    pub(crate) channel: Option<notices::Channel>,
+    /// What ranks compare before they call the library. `None` in a world of one.
+    pub(crate) agreement: Option<Agreement>,
     pub(crate) counters: Arc<Counters>,
     /// Whether contributors are counted.
     pub(crate) counted: bool,
@@ -111,9 +114,9 @@ struct Desk {
 pub(crate) struct XcclDriver {
     place: Place,
     desk: Mutex<Desk>,
-    /// The group has failed or left: nothing is listened for.
-    over: Arc<AtomicBool>,
-    channel: Option<notices::Channel>,
+    /// The group has failed or left.
+    over: AtomicBool,
+    peers: Arc<Peers>,
     agreement: Option<Agreement>,
     counters: Arc<Counters>,
     counted: bool,
@@ -129,11 +132,12 @@ fn ended() -> Error {
 }
 
 impl XcclDriver {
-    /// Starts an engine over communicators that are there already.
-    pub(crate) fn start(place: Place, parts: Parts) -> Result<Arc<Engine>> {
+    /// Starts an engine over communicators that are there already. If it does not come up, the other ranks are told.
+    pub(crate) fn start(place: Place, parts: Parts, meeting: Meeting) -> Result<Arc<Engine>> {
+        let peers = Peers::start(meeting)?;
         let Parts {
             comms,
-            channel,
+            agreement,
             counters,
             counted,
             detects,
@@ -148,9 +152,9 @@ impl XcclDriver {
                 comms: Some(Arc::new(comms)),
                 ..Desk::default()
             }),
-            over: Arc::default(),
-            agreement: channel.as_ref().map(|channel| channel.agreement(place)),
-            channel,
+            over: AtomicBool::new(false),
+            peers: peers.clone(),
+            agreement,
             counters,
             counted,
             detects,
@@ -165,25 +169,9 @@ impl XcclDriver {
                 },
             },
         };
-        let engine = Engine::start("ox-xccl", place, RULES, driver)?;
-        let listening = engine.driver().listen(&engine);
-        listening.inspect_err(|_| engine.abort("it cannot hear of failures"))?;
+        let engine = Engine::start("ox-xccl", place, RULES, driver).inspect_err(|error| peers.fail(error))?;
+        peers.listen(&engine, |_, _| {})?;
         Ok(engine)
-    }
-
-    /// Hears what other ranks report.
-    fn listen(&self, engine: &Arc<Engine>) -> Result<()> {
-        let Some(channel) = self.channel.clone() else {
-            return Ok(());
-        };
-        let (engine, over) = (Arc::downgrade(engine), self.over.clone());
-        spawn("ox-xccl-notices", move || {
-            while !over.load(Ordering::Acquire) {
-                if let Some(error) = channel.notice() {
-                    return engine.upgrade().into_iter().for_each(|e| e.fail(error.clone()));
-                }
-            }
-        })
     }
 
     fn desk(&self) -> MutexGuard<'_, Desk> {
@@ -261,7 +249,7 @@ impl XcclDriver {
                     tally: self.tally.as_ref(),
                 };
                 match &self.side {
-                    _ if matches!(recipe, Recipe::MonitoredBarrier { .. }) => Ok(0),
+                    _ if matches!(recipe, Recipe::MonitoredBarrier) => Ok(0),
                     None => ops::run(link, &recipe, dtype, &mut self.borrow(id)?, count),
                     Some(side) => {
                         side.begin(&recipe, &order, deadline)?;
@@ -321,7 +309,7 @@ impl XcclDriver {
         content: &str,
         deadline: Instant,
     ) -> Result<()> {
-        let (Some(channel), Some(agreement)) = (&self.channel, &self.agreement) else {
+        let Some(agreement) = &self.agreement else {
             return Ok(());
         };
         let over = || self.over.load(Ordering::Acquire);
@@ -329,9 +317,9 @@ impl XcclDriver {
         let late = deadline.checked_add(LAST_ONES).unwrap_or(deadline);
         let record = record.filter(|_| message.is_none());
         record.map_or(Ok(()), |record| agreement.post(record, number, late))?;
-        if let Recipe::MonitoredBarrier { wait_all } = *recipe {
-            // It waits for all by itself, and names who is missing; ranks that call something else compare.
-            return channel.monitored_barrier(number, wait_all, deadline);
+        if matches!(recipe, Recipe::MonitoredBarrier) {
+            // It waits for all by itself; ranks that call something else compare.
+            return self.peers.barrier(number, late);
         }
         match message {
             Some(message) => agreement.meet(message, content, late, over),
@@ -408,20 +396,9 @@ impl Driver for XcclDriver {
             let tensors = one.memory.take();
             one.ticket.refuse(failure.clone(), tensors);
         }
-        let Some(channel) = self.channel.clone() else {
-            return ended.clean();
-        };
-        let (telling, told) = mpsc::channel::<()>();
-        // This process may end at once: not before that is told.
-        leave_at_exit(told);
-        let failure = failure.clone();
-        let tell = move || {
-            channel.tell(&failure, || ended.clean());
-            drop(telling);
-        };
-        if let Err(error) = spawn("ox-xccl-tell", tell) {
-            tracing::warn!(%error, "the other ranks are not told of a failure");
-        }
+        self.peers.report(failure);
+        self.peers.close();
+        ended.clean();
     }
 
     /// Destroys the communicators once all ranks have left: it is a call of all of them, on a thread of its own.
@@ -434,14 +411,18 @@ impl Driver for XcclDriver {
         };
         // No call is under way: this is the last reference.
         let comms = comms.and_then(|comms| Arc::try_unwrap(comms).ok());
-        let (Some(comms), Some(channel)) = (comms, self.channel.clone()) else {
+        self.peers.leave();
+        let (Some(comms), Some(_)) = (comms, &self.agreement) else {
+            self.peers.close();
             return Ok(());
         };
+        let peers = self.peers.clone();
         let leaving = Leaving::begin();
         let (holding, left) = mpsc::channel::<()>();
         self.desk().left = Some(left);
         spawn("ox-xccl-leave", move || {
-            leave(comms, &channel);
+            leave(comms, &peers);
+            peers.close();
             drop((holding, leaving));
         })
     }
@@ -451,6 +432,11 @@ impl Driver for XcclDriver {
         let in_call =
             matches!(self.desk().current.get(&id), Some(one) if matches!(one.memory, Memory::Lent(_)));
         match (stage, label.message) {
+            (Stage::Entering | Stage::Running, None) if label.kind == OpKind::MonitoredBarrier => {
+                // The last one that has begun.
+                let begun = self.desk().turns.get(&id).copied().unwrap_or_default();
+                format!("waiting for {}", self.peers.awaited(begun.saturating_sub(1)))
+            }
             (Stage::Queued, message) => {
                 let which = message.map_or(String::new(), |(peer, tag)| {
                     format!(" (the message with rank {}, tag {tag})", peer.unwrap_or_default())
@@ -470,53 +456,14 @@ impl Driver for XcclDriver {
     }
 }
 
-fn leave(comms: Comms, channel: &notices::Channel) {
-    if let Err(error) = channel.all_have_left(deadline_in(LEAVING)) {
+fn leave(comms: Comms, peers: &Peers) {
+    if let Err(error) = peers.barrier(LEFT, deadline_in(LEAVING)) {
         tracing::debug!(%error, "the other ranks still use a communicator: it is not destroyed");
         return;
     }
     comms.destroy();
     // Rank 0's process has the key-value server that the others still talk to while they do the same.
-    if let Err(error) = channel.all_have_destroyed(deadline_in(LAST_ONES)) {
+    if let Err(error) = peers.barrier(DESTROYED, deadline_in(LAST_ONES)) {
         tracing::debug!(%error, "another rank did not get to destroy its communicator");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use ftcore::{InMemoryStore, Store};
-
-    use super::*;
-
-    fn engine(channel: Option<notices::Channel>, world: u32) -> Arc<Engine> {
-        let parts = Parts {
-            comms: Comms::alone(),
-            channel,
-            counters: Arc::default(),
-            counted: false,
-            detects: false,
-            tally: None,
-            side: None,
-        };
-        let place = Place {
-            rank: 0,
-            world,
-            epoch: 1,
-        };
-        XcclDriver::start(place, parts).unwrap()
-    }
-
-    #[test]
-    fn a_process_that_ends_right_after_an_abort_has_told_the_others() {
-        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        let channels = [0, 1].map(|rank| notices::Channel::new(store.clone(), "x".into(), rank, 2));
-        let engine = engine(Some(channels[0].clone()), 2);
-        engine.abort("enough");
-        // As the end of the process does.
-        ftcore::lifecycle::wait_for_leaves();
-        let told = store.check(&[&channels[0].key("notices")], deadline_in(Duration::ZERO));
-        assert!(told.unwrap(), "nothing was told");
-        let heard = channels[1].notice().unwrap();
-        assert!(heard.to_string().contains("enough"), "{heard}");
     }
 }

@@ -7,7 +7,7 @@ use ftcore::{
     Capabilities, Checked, Configuration, DType, DTypeSet, Device, Error, Feature, FeatureSet, GroupInfo,
     GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, names, notes,
 };
-use oneccl_sys::Flavour;
+use oneccl_sys::{Flavour, Library};
 
 use crate::comms::Comms;
 use crate::member::Member;
@@ -80,7 +80,7 @@ pub(crate) fn capabilities(settings: &Settings) -> Capabilities {
                 "lists are packed; uneven: onecclAllToAllV, pairwise messages before 2022.2",
             ),
             ("barrier", "composed: all-reduce of one element"),
-            ("monitored_barrier", "composed: through the store"),
+            ("monitored_barrier", "runs over the control connections"),
             (
                 "send, recv",
                 "a communicator of their own, a thread per peer and direction, in order: oneCCL has no tags, and any but 0 is refused",
@@ -102,14 +102,14 @@ impl XcclGroup {
     /// used.
     pub fn new(name: impl Into<String>, options: GroupOptions) -> Result<Self> {
         let settings = Settings::new(options)?;
-        probe::probe()?;
-        rendezvous::warm_up(probe::library(Flavour::Host)?);
-        Ok(Self::with(name.into(), settings))
+        let library = probe::library(Flavour::Host)?;
+        rendezvous::warm_up(library);
+        Ok(Self::with(name.into(), library, settings))
     }
 
-    fn with(name: String, settings: Settings) -> Self {
+    fn with(name: String, library: &'static Library, settings: Settings) -> Self {
         let capabilities = capabilities(&settings);
-        Self(Member::new(name, settings, capabilities))
+        Self(Member::new(name, library, settings, capabilities))
     }
 }
 
@@ -128,8 +128,8 @@ impl ProcessGroup for XcclGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        let meet = |c: &Configuration| rendezvous::connect(c, probe::library(Flavour::Host)?);
-        self.0.configure(configuration, meet, nothing)
+        let complete = |made| Comms::complete(made, None);
+        self.0.configure(configuration, complete, nothing)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -151,7 +151,7 @@ impl ProcessGroup for XcclGroup {
         let Some((configuration, comms)) = self.0.split(self, color, key, deadline)? else {
             return Ok(None);
         };
-        let child = Self::with(configuration.name.clone(), self.0.settings.clone());
+        let child = Self::with(configuration.name.clone(), self.0.library, self.0.settings.clone());
         child.0.adopt(configuration, comms, nothing)?;
         Ok(Some(Box::new(child)))
     }

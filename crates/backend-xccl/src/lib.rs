@@ -2,7 +2,7 @@
 //!
 //! Data flows down: [`XcclGroup`] (`group`, over `member`) takes validated operations and submits a `call` for each to ftcore's engine, one
 //! per configuration; the `driver` runs its `recipe` through `ops`, which makes it of oneCCL's calls (`link`, `raw::comm`) and, for
-//! reductions that the library lacks or gets wrong, of a `route`. `rendezvous` starts communicators (`comms`), `notices` carries failures
+//! reductions that the library lacks or gets wrong, of a `route`. `rendezvous` starts communicators (`comms`), [`ftcore::peers`] carries failures
 //! between ranks. `xpu` is the device kind: [`XpuGroup`] has the same driver, over SYCL queues and USM memory. oneCCL has no abort: see
 //! [`XcclGroup`] for what that means, and `docs/xccl.md` for users.
 //!
@@ -14,7 +14,6 @@ mod driver;
 mod group;
 mod link;
 mod member;
-mod notices;
 mod ops;
 mod options;
 pub mod plain;

@@ -5,17 +5,21 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ftcore::agreement::Agreement;
 use ftcore::engine::Place;
 use ftcore::lifecycle::{Lifecycle, Split};
+use ftcore::peers::{self, Meeting};
 use ftcore::{
     Capabilities, Checked, Collective, Configuration, Error, ErrorKind, Event, ProcessGroup, Rejected,
     Result, SubmitOptions, Work, deadline_in,
 };
+use oneccl_sys::Library;
 
 use crate::call::{self, Terms};
 use crate::comms::Comms;
 use crate::driver::{Engine, Parts, XcclDriver};
 use crate::options::Settings;
+use crate::raw::comm::Comm;
 use crate::raw::exit;
 use crate::rendezvous;
 use crate::tally::Tally;
@@ -24,6 +28,7 @@ use crate::xpu::comm::Side;
 
 /// What both kinds of group have.
 pub(crate) struct Member {
+    pub(crate) library: &'static Library,
     pub(crate) settings: Settings,
     pub(crate) capabilities: Capabilities,
     pub(crate) counters: Arc<Counters>,
@@ -31,8 +36,14 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    pub(crate) fn new(name: String, settings: Settings, capabilities: Capabilities) -> Self {
+    pub(crate) fn new(
+        name: String,
+        library: &'static Library,
+        settings: Settings,
+        capabilities: Capabilities,
+    ) -> Self {
         Self {
+            library,
             settings,
             capabilities,
             counters: Arc::default(),
@@ -40,47 +51,49 @@ impl Member {
         }
     }
 
-    /// Connects with the other ranks: `meet` makes communicators with them, `beside` what the engine needs for these.
+    /// Connects with the other ranks: `complete` makes what the group needs of its first communicator, `beside` what the engine needs beside them.
     pub(crate) fn configure(
         &self,
         configuration: Configuration,
-        meet: impl FnOnce(&Configuration) -> Result<Comms>,
+        complete: impl FnOnce(Comm) -> Result<Comms> + Send + 'static,
         beside: impl FnOnce(&Comms) -> Result<Option<Arc<Side>>>,
     ) -> Result<()> {
         self.lifecycle.configure(configuration, |c| {
-            let comms = if c.world_size == 1 {
-                Comms::alone()
-            } else {
+            if c.world_size > 1 {
                 require_unstuck()?;
-                meet(c)?
-            };
-            self.start(c, comms, beside)
+            }
+            let terms = self.settings.terms(self.library);
+            let (comms, meeting) = rendezvous::connect(c, &terms, self.library, complete)?;
+            self.start(c, comms, meeting, beside)
         })
     }
 
-    /// Makes the engine of a new configuration, over communicators that are there.
+    /// Makes the engine of a new configuration, over communicators that are there. If it does not come up, the other ranks are told.
     fn start(
         &self,
         c: &Configuration,
         comms: Comms,
+        mut meeting: Meeting,
         beside: impl FnOnce(&Comms) -> Result<Option<Arc<Side>>>,
     ) -> Result<Arc<Engine>> {
-        let side = beside(&comms)?;
-        let channel = (c.world_size > 1).then(|| rendezvous::channel(c));
-        let tally = match &channel {
-            Some(channel) if self.settings.beside && side.is_none() => Tally::agree(c, channel)?,
-            _ => None,
-        };
+        let (place, store) = (Place::of(c), rendezvous::store(c));
+        let ready = beside(&comms).and_then(|side| {
+            let counts = c.world_size > 1 && self.settings.beside && side.is_none();
+            let tally = counts.then(|| Tally::agree(c, &*store)).transpose()?.flatten();
+            Ok((side, tally))
+        });
+        let (side, tally) = ready.inspect_err(|error| meeting.fail(error))?;
+        let agreement = (c.world_size > 1).then(|| Agreement::new(store, String::new(), place));
         let parts = Parts {
             comms,
-            channel,
+            agreement,
             counters: self.counters.clone(),
             counted: self.settings.counted,
             detects: self.settings.detects,
             tally,
             side,
         };
-        XcclDriver::start(Place::of(c), parts)
+        XcclDriver::start(place, parts, meeting)
     }
 
     /// Splits `group`, which is this member's: the configuration and communicators of the part in which this rank is.
@@ -115,8 +128,10 @@ impl Member {
         comms: Comms,
         beside: impl FnOnce(&Comms) -> Result<Option<Arc<Side>>>,
     ) -> Result<()> {
-        self.lifecycle
-            .configure(configuration, |c| self.start(c, comms, beside))
+        self.lifecycle.configure(configuration, |c| {
+            let meeting = peers::meet(c, &self.settings.terms(self.library), None)?;
+            self.start(c, comms, meeting, beside)
+        })
     }
 
     /// Queues `op` after the point that `check` gives; or it is refused, for what `check` says or because there is no engine.

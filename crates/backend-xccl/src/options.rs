@@ -9,13 +9,18 @@
 //!
 //! - hint `mismatch_detection`: `off` (the default) or `on`. On, all ranks compare what they call before each collective, through the store
 //!   (`ftcore::agreement`), and the feature is advertised. All ranks must say the same.
+//! - hints `credentials` and `encrypt`: what ranks prove to each other on the control connections (`ftcore::peers`), and whether these are
+//!   encrypted; without them those of the environment. What oneCCL sends itself is neither.
 //!
 //! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels; oneCCL's C API takes none of
 //! them, on any device.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Error, ErrorKind, GroupOptions, Result, agreement};
+use ftcore::peers::Terms;
+use ftcore::{Credentials, Error, ErrorKind, GroupOptions, Result, agreement};
+use oneccl_sys::Library;
 
 /// What groups on host memory act on.
 pub(crate) const HONOURED: &[&str] = &[
@@ -23,7 +28,10 @@ pub(crate) const HONOURED: &[&str] = &[
     "blocking",
     "hint:contributors",
     agreement::OPTION,
+    "hint:credentials",
+    "hint:encrypt",
     "variable:PATH",
+    "variable:HOST",
     "variable:STDOUT",
     "variable:PLUGIN_CHOSEN",
 ];
@@ -37,6 +45,8 @@ pub(crate) struct Settings {
     pub(crate) beside: bool,
     /// Whether ranks compare their collectives before they call the library.
     pub(crate) detects: bool,
+    /// What ranks prove to each other on the control connections.
+    pub(crate) credentials: Option<Arc<Credentials>>,
 }
 
 impl Default for Settings {
@@ -46,6 +56,7 @@ impl Default for Settings {
             counted: true,
             beside: true,
             detects: false,
+            credentials: None,
         }
     }
 }
@@ -71,6 +82,7 @@ impl Settings {
             }
         };
         let detects = agreement::is_asked_for(&options)?;
+        let credentials = options.credentials()?;
         if let Some(name) = &options.net_name {
             oneccl_sys::environment::use_interface(name).map_err(|(variable, value)| {
                 Error::new(
@@ -86,7 +98,27 @@ impl Settings {
             counted,
             beside,
             detects,
+            credentials,
         })
+    }
+
+    /// How ranks meet that use `library`.
+    pub(crate) fn terms(&self, library: &Library) -> Terms {
+        let counted = match (self.counted, self.beside) {
+            (false, _) => "off",
+            (true, false) => "call",
+            (true, true) => "count",
+        };
+        let detects = if self.detects { "on" } else { "off" };
+        Terms {
+            backend: "xccl",
+            setup: format!(
+                "oneCCL {}, contributors {counted}, mismatch detection {detects}",
+                library.version
+            ),
+            one_per_process: true,
+            credentials: self.credentials.clone(),
+        }
     }
 }
 

@@ -8,7 +8,9 @@ use ftcore::{Configuration, DType, Device, DeviceKind, Error, Result};
 use oneccl_sys::Flavour;
 pub use oneccl_sys::RedOp;
 
+use crate::comms::Comms;
 use crate::link::Link;
+use crate::options::Settings;
 use crate::raw::comm::native;
 use crate::{probe, rendezvous, xpu};
 
@@ -29,11 +31,17 @@ impl Plain {
 
     /// As [`join`](Self::join), for the library's calls on memory of `device`: slices go through device memory.
     pub fn join_on(configuration: &Configuration, device: &Device) -> Result<Self> {
-        let comms = match &device.kind {
-            DeviceKind::Cpu => rendezvous::connect(configuration, probe::library(Flavour::Host)?)?,
-            DeviceKind::Xpu => xpu::connect(configuration, device.index)?,
+        let (library, side) = match &device.kind {
+            DeviceKind::Cpu => (probe::library(Flavour::Host)?, None),
+            DeviceKind::Xpu => {
+                let (library, side) = xpu::library_and_side(device.index)?;
+                (library, Some(side))
+            }
             other => return Err(Error::invalid(format!("oneCCL knows no {other}"))),
         };
+        let terms = Settings::default().terms(library);
+        let complete = move |made| Comms::complete(made, side.as_ref());
+        let (comms, _) = rendezvous::connect(configuration, &terms, library, complete)?;
         match comms.collectives.comm() {
             None => Err(Error::invalid("a world of one has no communicator")),
             Some(_) => Ok(Self(comms.collectives)),

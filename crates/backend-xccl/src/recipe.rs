@@ -41,7 +41,7 @@ pub(crate) enum Recipe {
     /// Nothing to move.
     Barrier,
     /// Nothing to move; goes through the store.
-    MonitoredBarrier { wait_all: bool },
+    MonitoredBarrier,
 }
 
 impl Recipe {
@@ -72,7 +72,7 @@ impl Recipe {
             Collective::Send { peer, .. } => Self::Send { peer: *peer },
             Collective::Recv { peer: Some(peer), .. } => Self::Recv { peer: *peer },
             Collective::Barrier => Self::Barrier,
-            Collective::MonitoredBarrier { wait_all } => Self::MonitoredBarrier { wait_all: *wait_all },
+            Collective::MonitoredBarrier { .. } => Self::MonitoredBarrier,
             other => {
                 return Err(Error::new(
                     ErrorKind::Internal,

@@ -12,10 +12,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
 use ftcore::lifecycle::nonce;
-use ftcore::{Configuration, Error, ErrorKind, Result};
+use ftcore::{Configuration, Error, ErrorKind, Result, Store};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 
-use crate::notices::Channel;
 
 /// What is before the words: the number that tells this file from any other.
 const HEAD: u64 = 8;
@@ -96,15 +95,14 @@ fn open(card: &Card, world: u32) -> Option<File> {
 
 impl Tally {
     /// A file that all ranks have open; `None` unless all can. A call of all ranks.
-    pub(crate) fn agree(configuration: &Configuration, channel: &Channel) -> Result<Option<Self>> {
+    pub(crate) fn agree(configuration: &Configuration, store: &dyn Store) -> Result<Option<Self>> {
         let Configuration {
             rank,
             world_size: world,
             deadline,
             ..
         } = *configuration;
-        let store = channel.store();
-        let card_key = channel.key("tally");
+        let card_key = "tally";
         let file = if rank == 0 {
             let nonce = nonce();
             let made = host().and_then(|host| Some((host, make(nonce, world)?)));
@@ -118,13 +116,13 @@ impl Tally {
                 .encode(),
                 None => "none".into(),
             };
-            store.set(&card_key, text.as_bytes(), deadline)?;
+            store.set(card_key, text.as_bytes(), deadline)?;
             made.map(|(_, file)| file)
         } else {
-            let card = Card::decode(&store.get(&card_key, deadline)?);
+            let card = Card::decode(&store.get(card_key, deadline)?);
             card.and_then(|card| open(&card, world))
         };
-        let key = |rank: u32| channel.key(&format!("tally/{rank}"));
+        let key = |rank: u32| format!("tally/{rank}");
         let word: &[u8] = if file.is_some() { b"yes" } else { b"no" };
         store.set(&key(rank), word, deadline)?;
         let keys: Vec<String> = (0..world).map(key).collect();
@@ -192,7 +190,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use ftcore::{Epoch, InMemoryStore, Store, deadline_in};
+    use ftcore::{Epoch, InMemoryStore, deadline_in};
 
     use super::*;
 
@@ -209,9 +207,8 @@ mod tests {
                 deadline: deadline_in(Duration::from_secs(20)),
                 cancel: Default::default(),
             };
-            let channel = Channel::new(store.clone(), "p".into(), rank, world);
             meddle(&*store, rank);
-            Tally::agree(&configuration, &channel).unwrap()
+            Tally::agree(&configuration, &*store).unwrap()
         };
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || one(rank))).collect();
@@ -288,9 +285,9 @@ mod tests {
         let far = agree(2, |store, rank| {
             if rank == 1 {
                 let soon = deadline_in(Duration::from_secs(20));
-                store.wait(&["p/tally"], soon).unwrap();
+                store.wait(&["tally"], soon).unwrap();
                 store
-                    .set("p/tally", b"elsewhere 1 3 0000000000000007", soon)
+                    .set("tally", b"elsewhere 1 3 0000000000000007", soon)
                     .unwrap();
             }
         });

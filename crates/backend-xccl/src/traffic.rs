@@ -52,7 +52,7 @@ impl Counters {
             Recipe::AllToAll | Recipe::AllToAllInto { .. } => (others(bytes / 2), others(bytes / 2)),
             Recipe::Send { .. } => (bytes, 0),
             Recipe::Recv { .. } => (0, bytes),
-            Recipe::Barrier | Recipe::MonitoredBarrier { .. } => (4, 4),
+            Recipe::Barrier | Recipe::MonitoredBarrier => (4, 4),
         };
         self.sent.fetch_add(sent, Ordering::Relaxed);
         self.received.fetch_add(received, Ordering::Relaxed);

@@ -7,6 +7,7 @@
 
 mod address;
 pub mod agreement;
+mod bounded;
 mod cancel;
 mod capability;
 mod collective;
@@ -29,6 +30,7 @@ pub mod lifecycle;
 mod memory;
 mod nearest;
 mod options;
+pub mod peers;
 pub mod printable;
 mod process_space;
 mod reduce_op;
@@ -41,6 +43,7 @@ mod work;
 mod wrapper;
 
 pub use address::{bracketed_host, join_address, split_address, split_url};
+pub use bounded::bounded;
 pub use cancel::Cancel;
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
 pub use collective::{Collective, Fingerprint, OpKind};

@@ -2,17 +2,19 @@
 //!
 //! Any call into the library may block, so each is on a thread of its own: `ox-hccl-issue` (the engine's executor) puts operations
 //! on streams and ends the communicator in good order, `ox-hccl-watch` sees them end and asks for asynchronous errors, and after a
-//! failure `ox-hccl-abort`, which may be given up, aborts the communicator. Tensors that the device may still touch stay here: they
+//! failure the other ranks are told ([`peers`](crate::ftcore::peers)), and `ox-hccl-abort`, which may be given up, aborts the communicator. Tensors that the device may still touch stay here: they
 //! are freed if the library gave the communicator back and every event was reached, and leaked otherwise (INV-8).
 
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
-use crate::ftcore::{Collective, Configuration, Error, Event, Result, deadline_in};
+use crate::ftcore::peers::{Peers, Terms};
+use crate::ftcore::{Collective, Configuration, Credentials, Error, Event, Result, deadline_in};
 use crate::issue::{Counters, Issuer};
 use crate::raw::hccl::{CommHandle, Hccl};
 use crate::rendezvous;
+use crate::runtime::Runtime;
 
 /// How long after an abort the device may take to leave the tensors alone.
 const RELEASE_TIME: Duration = Duration::from_secs(10);
@@ -62,24 +64,35 @@ pub struct HcclDriver {
     /// Its streams end after the communicator, on a thread that may call the library.
     issuer: Arc<Mutex<Option<Issuer>>>,
     in_flight: Arc<InFlight<Self>>,
+    peers: Arc<Peers>,
 }
 
 impl HcclDriver {
     /// Makes the communicator of `configuration` and the engine over it.
     pub(crate) fn connect(
         configuration: &Configuration,
+        credentials: Option<&Arc<Credentials>>,
         counters: Arc<Counters>,
     ) -> Result<Arc<Engine<Self>>> {
-        let (runtime, handle) = rendezvous::connect(configuration)?;
+        let terms = |runtime: &Runtime| Terms {
+            backend: "hccl",
+            setup: format!("HCCL version {}", runtime.libraries.hccl.version),
+            one_per_process: true,
+            credentials: credentials.cloned(),
+        };
+        let (runtime, handle, meeting) = rendezvous::connect(configuration, terms)?;
         let place = Place::of(configuration);
+        let peers = Peers::start(meeting);
         let comm = Comm(Arc::new(Mutex::new(handle)), &runtime.libraries.hccl);
         let asked = comm.clone();
-        let started = Issuer::new(runtime, handle, place.rank, place.world, counters).and_then(|issuer| {
+        let start = |peers: Arc<Peers>| {
+            let issuer = Issuer::new(runtime, handle, place.rank, place.world, counters)?;
             let driver = Self {
                 world: place.world,
                 comm: comm.clone(),
                 issuer: Arc::new(Mutex::new(Some(issuer))),
                 in_flight: Arc::new(InFlight::start("ox-hccl-watch", move || asked.async_error())?),
+                peers,
             };
             // What is pending fails at once: the library may take for ever.
             let rules = Rules {
@@ -89,6 +102,11 @@ impl HcclDriver {
                 gives_up: false,
             };
             Engine::start("ox-hccl-issue", place, rules, driver)
+        };
+        let started = peers.and_then(|peers| {
+            let engine = start(peers.clone()).inspect_err(|error| peers.fail(error))?;
+            peers.listen(&engine, |_, _| {})?;
+            Ok(engine)
         });
         started.inspect_err(|_| {
             let spawned = std::thread::Builder::new()
@@ -120,8 +138,10 @@ impl Driver for HcclDriver {
         }
     }
 
-    fn interrupt(&self, _: &Error, ended: Ended<Self>) {
+    fn interrupt(&self, failure: &Error, ended: Ended<Self>) {
         self.in_flight.stop();
+        self.peers.report(failure);
+        self.peers.close();
         let (comm, in_flight, issuer) = (self.comm.clone(), self.in_flight.clone(), self.issuer.clone());
         let abort = move || {
             let settled = in_flight.settle(comm.abort(), None, deadline_in(RELEASE_TIME));
@@ -143,6 +163,8 @@ impl Driver for HcclDriver {
     }
 
     fn release(&self) -> Result<()> {
+        self.peers.leave();
+        self.peers.close();
         let destroyed = self.comm.take().map_or(Ok(()), |comm| self.comm.1.destroy(comm));
         drop(self.issuer.lock().unwrap_or_else(PoisonError::into_inner).take());
         destroyed

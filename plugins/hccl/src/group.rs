@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::driver::{Call, HcclDriver};
 use crate::ftcore::engine::{Backend, Engine, Group, OnCallers};
 use crate::ftcore::{
-    Capabilities, Collective, Configuration, DType, DTypeSet, Device, FeatureSet, GroupOptions, OpKind,
+    Capabilities, Collective, Configuration, Credentials, DType, DTypeSet, Device, FeatureSet, GroupOptions, OpKind,
     OpSet, ReduceOp, Rejected, Result, SubmitOptions, Traffic, names, notes, wrong_device,
 };
 use crate::issue::Counters;
@@ -13,6 +13,15 @@ use crate::raw::memory::DEVICE;
 
 /// The element types that HCCL documents.
 const DTYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U32];
+
+/// What is acted on; the variables it reads by itself.
+const HONOURED: [&str; 5] = [
+    "hint:credentials",
+    "hint:encrypt",
+    "variable:PATH",
+    "variable:MODULE_ID",
+    "variable:HOST",
+];
 
 /// What every HCCL group offers, whatever the library's version.
 ///
@@ -47,8 +56,7 @@ pub(crate) fn capabilities() -> Capabilities {
         moves: DTypeSet::of(&DTYPES),
         reduces,
         features: FeatureSet::NONE,
-        // What it reads by itself.
-        options: crate::ftcore::names(&["variable:PATH", "variable:MODULE_ID"]),
+        options: names(&HONOURED),
         devices: names(&["hpu"]),
         notes: notes(&[
             (
@@ -74,7 +82,7 @@ pub(crate) fn capabilities() -> Capabilities {
             ),
             (
                 "abort",
-                "ends this rank's work at once; peers are not told, and the device may keep the memory",
+                "ends the work of all ranks at once; the device may keep the memory",
             ),
             ("device", "one Gaudi per process; ranks are processes"),
         ]),
@@ -84,16 +92,18 @@ pub(crate) fn capabilities() -> Capabilities {
 /// A group of ranks on Gaudis, over HCCL.
 ///
 /// Made unconfigured; [`configure`](ProcessGroup::configure) makes a communicator. Beyond the common contract:
-/// - a failure (a deadline, an error of the library, `abort`) ends all pending work of this rank at once; the communicator
+/// - a failure (a deadline, an error of the library, `abort`, the end of a rank) ends all pending work of all ranks at once; the communicator
 ///   is aborted on a thread of its own, and what the device may still touch is leaked (INV-8);
 /// - `configure` after a failure works only if the library has given the old communicator back by the deadline, and says
 ///   so otherwise; nothing promises that it will, so the group is best run isolated;
 /// - a group of one rank has no communicator at all.
 pub type HcclGroup = Group<HcclBackend>;
 
-/// What is HCCL's own in its groups. No option is honoured.
+/// What is HCCL's own in its groups.
 pub struct HcclBackend {
     capabilities: Capabilities,
+    /// What ranks prove to each other on the control connections.
+    credentials: Option<Arc<Credentials>>,
     counters: Arc<Counters>,
 }
 
@@ -104,9 +114,10 @@ impl Backend for HcclBackend {
     const ON_CALLERS: OnCallers = OnCallers::Never;
 
     fn new(_: &Device, options: &GroupOptions) -> Result<Self> {
-        options.require_honoured(Self::NAME, &[])?;
+        let options = options.clone().resolved(Self::NAME, &HONOURED)?.options;
         Ok(Self {
             capabilities: capabilities(),
+            credentials: options.credentials()?,
             counters: Arc::default(),
         })
     }
@@ -120,7 +131,7 @@ impl Backend for HcclBackend {
     }
 
     fn connect(&self, configuration: &Configuration) -> Result<Arc<Engine<HcclDriver>>> {
-        HcclDriver::connect(configuration, self.counters.clone())
+        HcclDriver::connect(configuration, self.credentials.as_ref(), self.counters.clone())
     }
 
     /// The stream's present end is marked here and now, on the caller's thread.

@@ -8,7 +8,7 @@
 //!
 //! What was and what was not exercised on hardware is in the README: nothing was. All tests run over a stand-in.
 //!
-//! Options: none is honoured, so any that is set is refused (INV-9). Environment: `OXCCL_HCCL_PATH` is the file or folder of
+//! Options: the hints `credentials` and `encrypt`, for the control connections between ranks; any other is refused (INV-9). Environment: `OXCCL_HCCL_PATH` is the file or folder of
 //! the vendor libraries; `OXCCL_HCCL_MODULE_ID`, else Intel's own `HLS_MODULE_ID`, says which module (0 to 7) this process
 //! takes; without both it takes any free one.
 

@@ -16,7 +16,7 @@
 )]
 
 // The included sources name these from the crate's root.
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, identity, printable};
 
 #[path = "../../../fuzz/src/gloo.rs"]
 mod gloo;
@@ -24,8 +24,8 @@ mod gloo;
 mod isolate;
 mod listener;
 mod mutate;
-#[path = "../../../fuzz/src/nccl.rs"]
-mod nccl;
+#[path = "../../../fuzz/src/peers.rs"]
+mod peers;
 #[path = "../../../fuzz/src/state.rs"]
 mod state;
 #[path = "../../../fuzz/src/store/mod.rs"]
@@ -80,9 +80,9 @@ const BODIES: [Body; 7] = [
         seeds: isolate::seeds,
     },
     Body {
-        target: "nccl_control",
-        run: nccl::control,
-        seeds: nccl::seeds,
+        target: "peers",
+        run: peers::control,
+        seeds: peers::seeds,
     },
 ];
 

@@ -267,7 +267,7 @@ impl<'a> Rendezvous<'a> {
         };
         let card = Card {
             nonce: nonce(),
-            host: interface::host_identity(),
+            host: ftcore::host_address::identity(),
             remote: SocketAddr::new(advertise, port),
             local: loopback_here.then_some(SocketAddr::from(([127, 0, 0, 1], port))),
             memory: name,

@@ -6,7 +6,6 @@
 //!   the address of `ftcore::host_address::outward`. Without credentials and without `OXCCL_INSECURE=1` loopback only.
 
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
-use std::sync::OnceLock;
 
 use ftcore::{Error, Result, host_address};
 
@@ -69,24 +68,6 @@ pub(crate) fn addresses(net_name: Option<&str>, host: Option<&str>, open: bool) 
     })
 }
 
-/// Names the host and its network namespace: equal for two ranks exactly if loopback joins them.
-pub(crate) fn host_identity() -> String {
-    static KNOWN: OnceLock<String> = OnceLock::new();
-    if let Some(known) = KNOWN.get() {
-        return known.clone();
-    }
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let namespace = std::fs::read_link("/proc/self/ns/net")
-        .map(|p| p.to_string_lossy().into_owned())
-        .unwrap_or_default();
-    if boot.trim().is_empty() || namespace.is_empty() {
-        return "unknown".to_string();
-    }
-    KNOWN
-        .get_or_init(|| format!("{}+{namespace}", boot.trim()))
-        .clone()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -112,7 +93,6 @@ mod tests {
         assert!(a.bind.is_unspecified());
         let a = addresses(None, None, true).unwrap();
         assert!(a.loopback_here && a.bind.is_unspecified());
-        assert_eq!(host_identity(), host_identity());
     }
 
     #[test]

@@ -18,7 +18,7 @@ const SOON: Duration = Duration::from_secs(20);
 const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
 
 /// What crosses the connection: a greeting, then frames of a head (kind, origin, number, length of the text) and a text.
-const GREETING: usize = 52;
+const GREETING: usize = 180;
 const FAILED: u8 = 3;
 
 /// Stands between rank 1 and rank 0 at `port`: passes everything on, but of rank 1's word that it has failed only the beginning.
@@ -134,7 +134,7 @@ fn say_nothing(listener: &TcpListener, port: u16, ended: &Sender<()>) -> std::io
 }
 
 /// Rank 0's engine does not come up, and the connection to rank 1 is one that is not ended on the other side: it is ended on this side, at
-/// once, and the one that listened to it is gone.
+/// once.
 fn silence() -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let (told, ended) = channel();
@@ -181,10 +181,10 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             &[(FAIL, "ncclCommInitRankConfig@1:1:2"), LOG],
             cut_off,
         ),
-        // The fourth thread of rank 0 is the watchdog's.
+        // The third thread of rank 0 is the watchdog's.
         scenario(
             "system_without_a_thread_ends_the_connection_to_a_silent_rank",
-            &[PRELOAD, LOG, (REFUSE, "pthread_create/rank-0:4:11")],
+            &[PRELOAD, LOG, (REFUSE, "pthread_create/rank-0:3:11")],
             silence,
         ),
     ]

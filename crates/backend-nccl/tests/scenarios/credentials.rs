@@ -192,9 +192,9 @@ fn published(store: &Arc<dyn Store>) -> Result<(u16, Vec<u8>), libtest_mimic::Fa
     Ok((fields.next().ok_or("no port")?.parse()?, token))
 }
 
-/// Rank 1's greeting, with other constants: rank 0 fails with `Mismatch` if it believes it.
+/// Rank 1's greeting, set up in another way: rank 0 fails with `Mismatch` if it believes it.
 fn greeting(token: &[u8]) -> Vec<u8> {
-    let mut bytes = b"oxnccl\x00\x02\x02\x00\x00\x00".to_vec();
+    let mut bytes = b"oxpeers\x00\x01\x00\x00\x00".to_vec();
     bytes.extend(token);
     for word in [1u32, 2] {
         bytes.extend(word.to_le_bytes());
@@ -202,7 +202,7 @@ fn greeting(token: &[u8]) -> Vec<u8> {
     for word in [1u64, 0xDEAD] {
         bytes.extend(word.to_le_bytes());
     }
-    bytes.resize(77, 0);
+    bytes.resize(180, 0);
     bytes
 }
 

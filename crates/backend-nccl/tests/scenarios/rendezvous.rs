@@ -12,6 +12,8 @@ use super::{Scenario, scenario};
 
 const SOON: Duration = Duration::from_secs(20);
 const KEY: &str = "errors/1/nccl";
+/// Bytes of a greeting.
+const HELLO: usize = 180;
 
 /// Rank 0's record as it would stand in the store.
 fn record(port: u16) -> String {
@@ -50,7 +52,7 @@ fn closes() -> Outcome {
     let zero = |listener: TcpListener| {
         if let Ok((mut stream, _)) = listener.accept() {
             // The whole greeting: what is left unread would make a reset of the end.
-            let _ = std::io::Read::read_exact(&mut stream, &mut [0; 52]);
+            let _ = std::io::Read::read_exact(&mut stream, &mut [0; HELLO]);
         }
     };
     against(zero, ErrorKind::PeerLost, &["rank 0 closed"])
@@ -145,8 +147,8 @@ fn strangers() -> Outcome {
         drop(connect()?);
         connect()?.write_all(&[0x55; 200])?;
         // In the right form, and of another job: the token is not rank 0's.
-        let mut other = b"oxnccl\x00\x02\x03\x00\x00\x00".to_vec();
-        other.resize(52, 0);
+        let mut other = b"oxpeers\x00\x01\x00\x00\x00".to_vec();
+        other.resize(HELLO, 0);
         connect()?.write_all(&other)?;
         let silent = connect()?;
         let group = group(1, GroupOptions::default())?;

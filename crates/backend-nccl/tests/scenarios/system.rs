@@ -406,17 +406,17 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         refused(
             "system_without_a_thread_for_rank_0_s_connections_is_told",
-            "pthread_create/rank-0:3:11",
+            "pthread_create/rank-0:5:11",
             thread_of_zero,
         ),
         refused(
             "system_without_a_thread_for_rank_0_s_watchdog_is_told",
-            "pthread_create/rank-0:4:11",
+            "pthread_create/rank-0:3:11",
             thread_of_zero,
         ),
         refused(
             "system_without_a_thread_for_rank_0_s_engine_is_told",
-            "pthread_create/rank-0:5:11",
+            "pthread_create/rank-0:4:11",
             thread_of_zero,
         ),
         refused(
@@ -426,12 +426,12 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         refused(
             "system_without_a_thread_for_rank_1_s_connection_is_told",
-            "pthread_create/rank-1:2:11",
+            "pthread_create/rank-1:4:11",
             thread_of_one,
         ),
         refused(
             "system_without_a_thread_for_rank_1_s_watchdog_is_told",
-            "pthread_create/rank-1:3:11",
+            "pthread_create/rank-1:2:11",
             thread_of_one,
         ),
         refused("system_without_a_socket_for_the_port", "socket/rank-0:1:24", port),

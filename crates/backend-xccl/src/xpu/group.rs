@@ -9,13 +9,15 @@ use ftcore::{
     ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, names, wrong_device,
 };
 
+use oneccl_sys::Library;
+
 use super::comm::Side;
 use super::device::Xpu;
 use super::probe;
 use crate::comms::Comms;
 use crate::member::Member;
 use crate::options::Settings;
-use crate::{group, rendezvous};
+use crate::group;
 
 /// Why there are no messages on SYCL's CPU device.
 const NO_MESSAGES: &str = "not offered on SYCL's CPU device, where oneCCL's own calls end the process with SIGSEGV; on a GPU \
@@ -78,18 +80,10 @@ fn capabilities(settings: &Settings, has_messages: bool) -> Capabilities {
     }
 }
 
-/// Meets the other ranks and starts the communicators of a group on `xpu`.
-fn communicators(configuration: &Configuration, xpu: &Arc<Xpu>) -> Result<Comms> {
-    let side = Side::new(xpu)?;
-    let library = probe::usable(xpu)?;
-    rendezvous::connect_with(configuration, library, move |made| {
-        Comms::complete(made, Some(&side))
-    })
-}
-
-/// As [`communicators`], on xpu `index`.
-pub(crate) fn connect(configuration: &Configuration, index: u32) -> Result<Comms> {
-    communicators(configuration, &Xpu::open(index)?)
+/// The library for xpu `index`, and what a communicator there works with.
+pub(crate) fn library_and_side(index: u32) -> Result<(&'static Library, Arc<Side>)> {
+    let xpu = Xpu::open(index)?;
+    Ok((probe::usable(&xpu)?, Side::new(&xpu)?))
 }
 
 impl XpuGroup {
@@ -103,15 +97,15 @@ impl XpuGroup {
         }
         let settings = Settings::new(options)?;
         let xpu = Xpu::open(device.index)?;
-        probe::usable(&xpu)?;
-        Ok(Self::with(name.into(), xpu, settings))
+        let library = probe::usable(&xpu)?;
+        Ok(Self::with(name.into(), xpu, library, settings))
     }
 
-    fn with(name: String, xpu: Arc<Xpu>, settings: Settings) -> Self {
+    fn with(name: String, xpu: Arc<Xpu>, library: &'static Library, settings: Settings) -> Self {
         let capabilities = capabilities(&settings, !xpu.is_cpu);
         Self {
             xpu,
-            member: Member::new(name, settings, capabilities),
+            member: Member::new(name, library, settings, capabilities),
         }
     }
 
@@ -132,9 +126,10 @@ impl ProcessGroup for XpuGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        let meet = |c: &Configuration| communicators(c, &self.xpu);
+        let side = Side::new(&self.xpu)?;
+        let complete = move |made| Comms::complete(made, Some(&side));
         self.member
-            .configure(configuration, meet, |comms| self.queue(comms))
+            .configure(configuration, complete, |comms| self.queue(comms))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -157,7 +152,12 @@ impl ProcessGroup for XpuGroup {
             return Ok(None);
         };
         let name = configuration.name.clone();
-        let child = Self::with(name, self.xpu.clone(), self.member.settings.clone());
+        let child = Self::with(
+            name,
+            self.xpu.clone(),
+            self.member.library,
+            self.member.settings.clone(),
+        );
         child
             .member
             .adopt(configuration, comms, |comms| child.queue(comms))?;

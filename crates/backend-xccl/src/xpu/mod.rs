@@ -20,6 +20,6 @@ mod probe;
 pub(crate) mod stream;
 
 pub use accelerator::{XpuAccelerator, alloc_shared, device_for_replica};
-pub(crate) use group::connect;
+pub(crate) use group::library_and_side;
 pub use group::{XcclXpuFactory, XpuGroup};
 pub use stream::XpuStream;

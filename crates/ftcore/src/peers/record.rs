@@ -2,14 +2,12 @@
 
 use std::net::IpAddr;
 
-use ftcore::Error;
+use crate::Error;
 
 use super::wire::{Frame, Kind, MAX_TEXT, TOKEN};
 
-/// Bytes of a unique id of NCCL.
-pub(crate) const ID: usize = 128;
-/// One.
-pub(crate) type Id = [u8; ID];
+/// The most bytes of a gift.
+pub(crate) const MAX_GIFT: usize = 4096;
 
 /// Where rank 0 is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,29 +16,29 @@ pub(crate) struct Published {
     pub(crate) port: u16,
     pub(crate) host: String,
     pub(crate) address: IpAddr,
-    pub(crate) id: Option<Id>,
+    /// What rank 0 gives out: a library's unique id.
+    pub(crate) gift: Option<Vec<u8>>,
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-pub(crate) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
-    let mut out = [0u8; N];
-    if text.len() != 2 * N {
+/// `None` for a text that is none, or of more than [`MAX_GIFT`] bytes.
+pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    if !rest.is_empty() || pairs.len() > MAX_GIFT {
         return None;
     }
-    for (i, slot) in out.iter_mut().enumerate() {
-        *slot = u8::from_str_radix(text.get(2 * i..2 * i + 2)?, 16).ok()?;
-    }
-    Some(out)
+    let byte = |pair: &[u8; 2]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+    pairs.iter().map(byte).collect()
 }
 
 impl Published {
     pub(crate) fn encode(&self) -> String {
-        let id = self.id.as_ref().map_or_else(|| "-".to_string(), |id| hex(id));
+        let gift = self.gift.as_ref().map_or_else(|| "-".to_string(), |gift| hex(gift));
         format!(
-            "1 {} {} {} {} {id}",
+            "1 {} {} {} {} {gift}",
             hex(&self.token),
             self.port,
             self.host,
@@ -54,11 +52,11 @@ impl Published {
         if parts.next() != Some("1") {
             return None;
         }
-        let token = unhex(parts.next()?)?;
+        let token = unhex(parts.next()?)?.try_into().ok()?;
         let port = parts.next()?.parse().ok()?;
         let host = parts.next()?.to_string();
         let address = parts.next()?.parse().ok()?;
-        let id = match parts.next()? {
+        let gift = match parts.next()? {
             "-" => None,
             hex => Some(unhex(hex)?),
         };
@@ -67,7 +65,7 @@ impl Published {
             port,
             host,
             address,
-            id,
+            gift,
         })
     }
 }
@@ -91,7 +89,7 @@ pub(crate) fn refusal(record: &[u8]) -> Option<Error> {
 mod tests {
     use std::net::Ipv4Addr;
 
-    use ftcore::ErrorKind;
+    use crate::ErrorKind;
 
     use super::*;
 
@@ -102,12 +100,12 @@ mod tests {
             port: 4103,
             host: "boot-1".into(),
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),
-            id: Some([9; ID]),
+            gift: Some(vec![9; 128]),
         };
         let back = Published::decode(p.encode().as_bytes()).unwrap();
         assert_eq!(
-            (back.token, back.port, back.host, back.id),
-            (p.token, p.port, p.host, p.id)
+            (back.token, back.port, back.host, back.gift),
+            (p.token, p.port, p.host, p.gift)
         );
         for garbage in ["", "1", "1 00 1 h 127.0.0.1 -", "2 x", "1 zz"] {
             assert!(Published::decode(garbage.as_bytes()).is_none(), "{garbage}");

@@ -1,54 +1,84 @@
-//! How the ranks of a configuration meet: rank 0 publishes its address, a token and NCCL's unique id in the store; the others connect
-//! and greet; rank 0 lets all go on at once, or tells all what is wrong.
+//! How the ranks of a configuration meet: rank 0 publishes its address and a token in the store; the others connect and greet; rank 0 lets all
+//! go on at once, or tells all what is wrong.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
-
-use ftcore::identity::hello::{Handshake, Refused};
-use ftcore::identity::{INSECURE, is_insecure, may_listen};
-use ftcore::lifecycle::nonce;
-use ftcore::{Configuration, Credentials, Error, ErrorKind, Result, host_address, time_left};
-use nccl_sys::UniqueId;
 
 use super::FILES;
 use super::line::Line;
-use super::record::{ID, Published, refusal, refused};
+use super::record::{Published, refusal, refused};
 use super::strangers::{Greeted, Strangers, topic};
-use super::wire::{Frame, Hello, Kind, TOKEN};
+use super::wire::{Frame, Hello, Kind, Setup, TOKEN};
+use crate::engine::Place;
+use crate::identity::hello::{Handshake, Refused};
+use crate::identity::{INSECURE, is_insecure, may_listen};
+use crate::lifecycle::nonce;
+use crate::{Configuration, Credentials, Error, ErrorKind, Result, host_address, time_left, variable_prefix};
 
-/// The address that the other hosts are told; without it the one of `ftcore::host_address::outward`.
-pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
-
-// The records know no more of an id than its length.
-const _: () = assert!(ID == UniqueId::BYTES);
-
-/// What came of it: the unique id (if rank 0 had one to give) and the connections with whom they are.
-pub(crate) struct Meeting {
-    pub(crate) id: Option<UniqueId>,
-    pub(crate) streams: Vec<(u32, Line)>,
+/// How a backend's ranks meet.
+#[derive(Debug, Clone)]
+pub struct Terms {
+    /// The backend's name, which is part of keys and of the names of threads.
+    pub backend: &'static str,
+    /// What all ranks must have in common, in words: the library and its version, options. 128 bytes of it count.
+    pub setup: String,
+    /// The library takes one rank per process.
+    pub one_per_process: bool,
+    /// What ranks prove to each other.
+    pub credentials: Option<Arc<Credentials>>,
 }
 
-/// What tells two hosts (and two network namespaces of one host) apart.
-fn host_name() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
-    let network: String = network
-        .to_string_lossy()
-        .chars()
-        .filter(char::is_ascii_digit)
-        .collect();
-    format!("{}-{network}", boot.trim())
-}
-
-/// The address under which other hosts reach this one.
-fn own_address() -> Result<IpAddr> {
-    if let Ok(host) = std::env::var(ENV_HOST) {
-        return host
-            .parse()
-            .map_err(|_| Error::invalid(format!("{ENV_HOST}={host} is not an IP address")));
+impl Terms {
+    /// The variable with the address that the other hosts are told of rank 0; without it the one of [`host_address::outward`].
+    fn variable(&self) -> String {
+        format!("{}HOST", variable_prefix(self.backend))
     }
-    Ok(host_address::outward(true).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
+
+    /// The address under which other hosts reach this one.
+    fn own_address(&self) -> Result<IpAddr> {
+        let variable = self.variable();
+        if let Ok(host) = std::env::var(&variable) {
+            return host
+                .parse()
+                .map_err(|_| Error::invalid(format!("{variable}={host} is not an IP address")));
+        }
+        Ok(host_address::outward(true).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
+    }
+
+    fn is_open(&self) -> bool {
+        self.credentials.is_some() || is_insecure(false)
+    }
+
+    fn key(&self, c: &Configuration) -> String {
+        format!("{}/{}/{}", c.prefix, c.epoch, self.backend)
+    }
+
+    /// On rank 0, before it can be met: tells the others in the store why they need not wait for it.
+    pub fn refuse(&self, c: &Configuration, error: &Error) {
+        if c.world_size > 1 {
+            // If that fails, too, they wait until their deadline.
+            let _ = c.store.set(&self.key(c), refused(error).as_bytes(), c.deadline);
+        }
+    }
+}
+
+/// The other ranks, met: their connections, over which [`Peers`](super::Peers) listens.
+#[derive(Debug)]
+pub struct Meeting {
+    pub(super) backend: &'static str,
+    pub(super) place: Place,
+    pub(super) lines: Vec<(u32, Line)>,
+    /// What rank 0 gives out; `None` if it gives nothing.
+    pub gift: Option<Vec<u8>>,
+    /// The rank before this one in an order of ranks by their processes, which is the same in every group of these processes. `None` for the first.
+    pub before: Option<u32>,
+}
+
+/// One for every process and life; forked children inherit it, as the duplicates that they are.
+fn process() -> u64 {
+    static ID: OnceLock<u64> = OnceLock::new();
+    *ID.get_or_init(nonce)
 }
 
 /// A name that cannot be guessed. Without a file: there may be none to be had.
@@ -62,46 +92,37 @@ fn token() -> [u8; TOKEN] {
     token
 }
 
-fn key_of(c: &Configuration) -> String {
-    format!("{}/{}/nccl", c.prefix, c.epoch)
-}
-
-/// On rank 0, before it can be met: tells the others in the store why they need not wait for it.
-pub(crate) fn refuse(c: &Configuration, error: &Error) {
-    // If that fails, too, they wait until their deadline.
-    let _ = c.store.set(&key_of(c), refused(error).as_bytes(), c.deadline);
-}
-
-/// Meets the other ranks. `credentials`: what they prove to each other; `id`: what rank 0 gives out.
-pub(crate) fn meet(
-    c: &Configuration,
-    constants: u64,
-    credentials: Option<&Arc<Credentials>>,
-    id: Option<UniqueId>,
-) -> Result<Meeting> {
+/// Meets the other ranks. A call of all ranks. `gift`: on rank 0, what it gives out, of 4,096 bytes at most.
+///
+/// Errors: `Timeout` names the ranks that have not come (L33); `Mismatch` says how two ranks are set up; `Unsupported` names two ranks of one
+/// process where [`one_per_process`](Terms::one_per_process) forbids it; `Protocol` if credentials differ; the reason of the token.
+pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<Meeting> {
+    let met = |gift, before, lines| Meeting {
+        backend: terms.backend,
+        place: Place::of(c),
+        lines,
+        gift,
+        before,
+    };
     if c.world_size == 1 {
-        return Ok(Meeting {
-            id,
-            streams: Vec::new(),
-        });
+        return Ok(met(gift, None, Vec::new()));
     }
-    let key = key_of(c);
+    let key = terms.key(c);
     let hello = |token| Hello {
         token,
         rank: c.rank,
         world: c.world_size,
         epoch: c.epoch.0,
-        constants,
+        process: process(),
+        setup: Setup::of(&terms.setup),
     };
     if c.rank == 0 {
-        let (listener, published) = open(credentials, id).inspect_err(|e| refuse(c, e))?;
-        let token = published.token;
+        let (listener, published) = open(terms, gift.clone()).inspect_err(|e| terms.refuse(c, e))?;
+        let own = hello(published.token);
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
-        let guests = collect(c, credentials, &listener, &hello(token))?;
-        return Ok(Meeting {
-            id,
-            streams: guests.into_iter().map(|g| (g.rank, g.stream)).collect(),
-        });
+        let (guests, before) = collect(c, terms, &listener, &own)?;
+        let lines = guests.into_iter().map(|g| (g.hello.rank, g.stream));
+        return Ok(met(gift, before, lines.collect()));
     }
     let bytes = from_store(c, &key)?;
     if let Some(error) = refusal(&bytes) {
@@ -113,24 +134,21 @@ pub(crate) fn meet(
             format!("what stands at '{key}' is not rank 0's address"),
         )
     })?;
-    let stream = connect(c, credentials, &published, &hello(published.token))?;
-    Ok(Meeting {
-        id: published.id.map(UniqueId),
-        streams: vec![(0, stream)],
-    })
+    let (stream, before) = connect(c, terms, &published, &hello(published.token))?;
+    Ok(met(published.gift, before, vec![(0, stream)]))
 }
 
 /// Rank 0's port, and what the others are told of it.
-fn open(credentials: Option<&Arc<Credentials>>, id: Option<UniqueId>) -> Result<(TcpListener, Published)> {
+fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(TcpListener, Published)> {
     let io = |e| {
         Error::io(
             format!("rank 0 cannot listen for control connections ({FILES})"),
             e,
         )
     };
-    let is_open = credentials.is_some() || is_insecure(false);
-    if !is_open && std::env::var_os(ENV_HOST).is_some() {
-        may_listen("nccl", SocketAddr::new(own_address()?, 0), None, false)?;
+    let is_open = terms.is_open();
+    if !is_open && std::env::var_os(terms.variable()).is_some() {
+        may_listen(terms.backend, SocketAddr::new(terms.own_address()?, 0), None, false)?;
     }
     let bind = match is_open {
         true => Ipv4Addr::UNSPECIFIED,
@@ -140,15 +158,15 @@ fn open(credentials: Option<&Arc<Credentials>>, id: Option<UniqueId>) -> Result<
     listener.set_nonblocking(true).map_err(io)?;
     let port = listener.local_addr().map_err(io)?.port();
     let address = match is_open {
-        true => own_address()?,
+        true => terms.own_address()?,
         false => bind.into(),
     };
     let published = Published {
         token: token(),
         port,
-        host: host_name(),
+        host: host_address::identity(),
         address,
-        id: id.map(|id| id.0),
+        gift,
     };
     Ok((listener, published))
 }
@@ -167,41 +185,48 @@ fn from_store(c: &Configuration, key: &str) -> Result<Vec<u8>> {
 
 /// A rank that has greeted rank 0.
 struct Guest {
-    rank: u32,
+    hello: Hello,
     stream: Line,
 }
 
-/// Rank 0's side: every rank's connection, or the same verdict for all ranks.
+/// Rank 0's side: every rank's connection and the rank before this one, or the same verdict for all ranks.
 fn collect(
     c: &Configuration,
-    credentials: Option<&Arc<Credentials>>,
+    terms: &Terms,
     listener: &TcpListener,
     own: &Hello,
-) -> Result<Vec<Guest>> {
+) -> Result<(Vec<Guest>, Option<u32>)> {
     let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
-    let mut strangers = Strangers::new(credentials.cloned(), c.epoch.0, c.world_size);
+    let mut strangers = Strangers::new(
+        terms.backend,
+        terms.credentials.clone(),
+        c.epoch.0,
+        c.world_size,
+    );
     let mut verdict = Ok(());
     while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
         if let Some(reason) = c.cancel.reason() {
             verdict = Err(reason);
         } else if time_left(c.deadline).is_zero() {
-            let missing: Vec<String> = (1..c.world_size)
-                .filter(|r| guests.iter().all(|g| g.rank != *r))
-                .map(|r| format!("rank {r} of {}", c.world_size))
+            let missing: Vec<u32> = (1..c.world_size)
+                .filter(|r| guests.iter().all(|g| g.hello.rank != *r))
                 .collect();
             let turned_away = match &strangers.turned_away {
                 Some(text) => format!("; a connection was turned away, {text}"),
                 None => String::new(),
             };
-            let missing = missing.join(", ");
-            let text = format!("{missing} did not come (phase: control connections){turned_away}");
+            let (missing, world) = (ranks(&missing), c.world_size);
+            let text =
+                format!("{missing} of {world} did not come (phase: control connections){turned_away}");
             verdict = Err(Error::timeout(text));
         } else if let Err(e) = strangers.accept(listener) {
             verdict = Err(io(e));
         } else if let Some(greeted) = strangers.next_greeted() {
             match judge(greeted, own) {
-                Ok(Some(guest)) if guests.iter().all(|g| g.rank != guest.rank) => guests.push(guest),
+                Ok(Some(guest)) if guests.iter().all(|g| g.hello.rank != guest.hello.rank) => {
+                    guests.push(guest);
+                }
                 // A stranger, or a rank that is there already.
                 Ok(_) => {}
                 Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
@@ -211,14 +236,28 @@ fn collect(
             std::thread::sleep(Duration::from_micros(300));
         }
     }
-    let frame = match &verdict {
-        Ok(()) => Frame::new(Kind::Ready, 0, 0, ""),
-        Err(e) => Frame::of_error(Kind::Refused, 0, e, None),
+    let mut order: Vec<(u64, u32)> = guests.iter().map(|g| (g.hello.process, g.hello.rank)).collect();
+    order.push((own.process, 0));
+    order.sort_unstable();
+    if terms.one_per_process && verdict.is_ok() {
+        verdict = one_per_process(&order, terms.backend);
+    }
+    let before = |rank: u32| {
+        let place = order.iter().position(|(_, r)| *r == rank)?;
+        order.get(place.checked_sub(1)?).map(|(_, r)| *r)
     };
     for guest in &mut guests {
+        let frame = match &verdict {
+            Ok(()) => {
+                let before = before(guest.hello.rank).map_or(0, |r| u64::from(r) + 1);
+                Frame::new(Kind::Ready, 0, before, "")
+            }
+            Err(e) => Frame::of_error(Kind::Refused, 0, e, None),
+        };
         if frame.write(&mut guest.stream).is_err() && verdict.is_ok() {
-            let text = format!("rank {} could not be told to go on", guest.rank);
-            verdict = Err(Error::new(ErrorKind::PeerLost, text).with_peer(guest.rank));
+            let peer = guest.hello.rank;
+            let text = format!("rank {peer} could not be told to go on");
+            verdict = Err(Error::new(ErrorKind::PeerLost, text).with_peer(peer));
         }
     }
     if let Err(error) = &verdict {
@@ -226,7 +265,28 @@ fn collect(
         let frame = Frame::of_error(Kind::Failed, 0, error, error.context().peer);
         guests.iter_mut().for_each(|g| drop(frame.write(&mut g.stream)));
     }
-    verdict.map(|()| guests)
+    verdict.map(|()| (guests, before(0)))
+}
+
+/// `Unsupported` if two of the ranks, in the order of their processes, are in one.
+fn one_per_process(order: &[(u64, u32)], backend: &str) -> Result<()> {
+    let pairs = order.iter().zip(order.iter().skip(1));
+    match pairs.into_iter().find(|(a, b)| a.0 == b.0) {
+        Some(((_, a), (_, b))) => Err(Error::unsupported(format!(
+            "ranks {a} and {b} are in one process, and {backend} takes one rank per process. Run them as processes, or isolated (each in a child \
+             process)"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// "rank 2" or "ranks 2, 3".
+pub fn ranks(list: &[u32]) -> String {
+    let names: Vec<String> = list.iter().map(ToString::to_string).collect();
+    match list {
+        [one] => format!("rank {one}"),
+        _ => format!("ranks {}", names.join(", ")),
+    }
 }
 
 /// A connection that has greeted. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
@@ -246,31 +306,29 @@ fn judge(greeted: Greeted, own: &Hello) -> Result<Option<Guest>> {
         .stream
         .set_write_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
-    if hello.world != own.world || hello.epoch != own.epoch || hello.constants != own.constants {
+    if hello.world != own.world || hello.epoch != own.epoch || hello.setup != own.setup {
         let e = Error::new(
             ErrorKind::Mismatch,
             format!(
-                "rank {} is set up for a world of {}, epoch {} and constants {:016x}; rank 0 for {}, {} and {:016x} (NCCL \
-                 versions and options must be the same on all ranks)",
-                hello.rank, hello.world, hello.epoch, hello.constants, own.world, own.epoch, own.constants
+                "rank {} is set up for a world of {}, epoch {} and {}; rank 0 for {}, {} and {} (library versions and options must be the \
+                 same on all ranks)",
+                hello.rank, hello.world, hello.epoch, hello.setup, own.world, own.epoch, own.setup
             ),
-        );
+        )
+        .with_peer(hello.rank);
         let _ = Frame::of_error(Kind::Refused, 0, &e, None).write(&mut stream);
         return Err(e);
     }
-    Ok(Some(Guest {
-        rank: hello.rank,
-        stream,
-    }))
+    Ok(Some(Guest { hello, stream }))
 }
 
 /// What may be wrong if rank 0 cannot be reached at `ip`. `is_open`: this rank has credentials, or needs none.
-fn hint(is_here: bool, ip: IpAddr, is_open: bool) -> String {
+fn hint(is_here: bool, ip: IpAddr, is_open: bool, variable: &str) -> String {
     match (is_here, ip.is_loopback()) {
         (true, _) => String::new(),
         (false, true) if is_open => format!(
             "; rank 0 is on another host and has published its loopback address: no other interface of its host is up, or it has no credentials \
-             and listens on loopback only. Look at rank 0's host, or set {ENV_HOST} there to the address that this host reaches it by"
+             and listens on loopback only. Look at rank 0's host, or set {variable} there to the address that this host reaches it by"
         ),
         (false, true) => format!(
             "; rank 0 is on another host and has published its loopback address: without credentials it listens there only. Set {} or, on a \
@@ -278,7 +336,7 @@ fn hint(is_here: bool, ip: IpAddr, is_open: bool) -> String {
             Credentials::VARIABLE
         ),
         (false, false) => format!(
-            "; rank 0 is on another host and has published this address of it: if this host reaches it by another one, set {ENV_HOST} on rank 0's host"
+            "; rank 0 is on another host and has published this address of it: if this host reaches it by another one, set {variable} on rank 0's host"
         ),
     }
 }
@@ -286,16 +344,16 @@ fn hint(is_here: bool, ip: IpAddr, is_open: bool) -> String {
 /// The other ranks' side.
 fn connect(
     c: &Configuration,
-    credentials: Option<&Arc<Credentials>>,
+    terms: &Terms,
     published: &Published,
     hello: &Hello,
-) -> Result<Line> {
-    let is_here = published.host == host_name();
+) -> Result<(Line, Option<u32>)> {
+    let is_here = published.host == host_address::identity();
     let ip = match is_here {
         true => IpAddr::V4(Ipv4Addr::LOCALHOST),
         false => published.address,
     };
-    let hint = hint(is_here, ip, credentials.is_some() || is_insecure(false));
+    let hint = hint(is_here, ip, terms.is_open(), &terms.variable());
     let address = SocketAddr::new(ip, published.port);
     let left = time_left(c.deadline).max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
@@ -309,8 +367,9 @@ fn connect(
     })?;
     let mut stream = Line::from(stream);
     let io = |e| Error::io("greeting rank 0", e);
-    if let Some(credentials) = credentials {
-        prove(c, credentials, &mut stream)?;
+    if let Some(credentials) = &terms.credentials {
+        let topic = topic(terms.backend, c.epoch.0, c.rank);
+        prove(c, Handshake::call(credentials.clone(), topic)?, &mut stream)?;
     }
     hello.write(&mut stream).map_err(io)?;
     // Rank 0 gives its verdict at its own deadline, which may be a little later; only it knows who is missing.
@@ -322,7 +381,9 @@ fn connect(
         ))
     };
     match hear(c, &mut stream, 0, until, &late)? {
-        frame if frame.kind == Kind::Ready => Ok(stream),
+        frame if frame.kind == Kind::Ready => {
+            Ok((stream, frame.number.checked_sub(1).and_then(|r| u32::try_from(r).ok())))
+        }
         frame if matches!(frame.kind, Kind::Refused | Kind::Failed) => Err(frame.error()),
         _ => Err(Error::new(
             ErrorKind::Protocol,
@@ -332,11 +393,10 @@ fn connect(
 }
 
 /// Both ends prove the job's secret.
-fn prove(c: &Configuration, credentials: &Arc<Credentials>, stream: &mut Line) -> Result<()> {
+fn prove(c: &Configuration, mut proof: Handshake, stream: &mut Line) -> Result<()> {
     let io = |e| Error::io("greeting rank 0", e);
     stream.stream.set_nonblocking(true).map_err(io)?;
     stream.stream.set_nodelay(true).map_err(io)?;
-    let mut proof = Handshake::call(credentials.clone(), topic(c.epoch.0, c.rank))?;
     loop {
         match proof.advance(stream) {
             Ok(true) => {
@@ -423,15 +483,27 @@ mod tests {
 
     #[test]
     fn an_address_that_is_not_reached_is_blamed_on_credentials_only_where_they_are_missing() {
+        const VARIABLE: &str = "OXCCL_X_HOST";
+        let hint = |is_here, ip, is_open| hint(is_here, ip, is_open, VARIABLE);
         let (loopback, other) = ([127, 0, 0, 1].into(), [10, 0, 0, 4].into());
         assert_eq!(hint(true, loopback, false), "");
         assert!(hint(false, loopback, false).contains(Credentials::VARIABLE));
         let text = hint(false, loopback, true);
         assert!(
-            text.contains("interface") && text.contains(ENV_HOST) && !text.contains(Credentials::VARIABLE)
+            text.contains("interface") && text.contains(VARIABLE) && !text.contains(Credentials::VARIABLE)
         );
         let text = hint(false, other, true);
-        assert!(text.contains(ENV_HOST) && !text.contains("credentials"), "{text}");
+        assert!(text.contains(VARIABLE) && !text.contains("credentials"), "{text}");
+    }
+
+    #[test]
+    fn two_ranks_of_one_process_are_refused_by_name() {
+        one_per_process(&[(1, 0), (2, 2), (3, 1)], "x").unwrap();
+        let e = one_per_process(&[(1, 0), (1, 2), (2, 1)], "x").unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+        for part in ["ranks 0 and 2", "isolated", "x takes one"] {
+            assert!(e.to_string().contains(part), "{e}");
+        }
     }
 
     #[test]

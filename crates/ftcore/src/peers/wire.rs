@@ -2,17 +2,41 @@
 //!
 //! Nothing is believed: lengths are bounded before anything is allocated, unknown kinds end the connection (INV-10).
 
+use std::fmt;
 use std::io::{Read, Write};
 
-use ftcore::identity::records::NotAuthentic;
-use ftcore::{Error, ErrorKind, Result};
+use crate::identity::records::NotAuthentic;
+use crate::printable::one_line;
+use crate::{Error, ErrorKind, Result};
 
 /// Changes with the meaning of any byte here.
-pub(crate) const VERSION: u32 = 3;
-const MAGIC: &[u8; 8] = b"oxnccl\x00\x02";
+const VERSION: u32 = 1;
+const MAGIC: &[u8; 8] = b"oxpeers\x00";
 /// A longer text is cut before it is sent; a longer one that arrives ends the connection.
 pub(super) const MAX_TEXT: usize = 4096;
 pub(crate) const TOKEN: usize = 16;
+/// Bytes of a [`Setup`].
+pub(crate) const SETUP: usize = 128;
+
+/// What all ranks must have in common, in words; shorter texts end in zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Setup(pub(crate) [u8; SETUP]);
+
+impl Setup {
+    /// Of a text; what is longer is cut.
+    pub(crate) fn of(text: &str) -> Self {
+        let mut bytes = [0; SETUP];
+        bytes.iter_mut().zip(text.bytes()).for_each(|(to, from)| *to = from);
+        Self(bytes)
+    }
+}
+
+impl fmt::Display for Setup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = String::from_utf8_lossy(&self.0);
+        f.write_str(&one_line(text.trim_end_matches('\0'), SETUP))
+    }
+}
 
 /// What a rank says first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,12 +46,13 @@ pub(crate) struct Hello {
     pub(crate) rank: u32,
     pub(crate) world: u32,
     pub(crate) epoch: u64,
-    /// Everything else that all ranks must have in common (see `options`).
-    pub(crate) constants: u64,
+    /// One for every process and life.
+    pub(crate) process: u64,
+    pub(crate) setup: Setup,
 }
 
 impl Hello {
-    pub(crate) const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8;
+    pub(crate) const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8 + SETUP;
 
     pub(crate) fn write(&self, stream: &mut impl Write) -> std::io::Result<()> {
         let mut bytes = Vec::with_capacity(Self::BYTES);
@@ -37,7 +62,8 @@ impl Hello {
         bytes.extend(self.rank.to_le_bytes());
         bytes.extend(self.world.to_le_bytes());
         bytes.extend(self.epoch.to_le_bytes());
-        bytes.extend(self.constants.to_le_bytes());
+        bytes.extend(self.process.to_le_bytes());
+        bytes.extend(self.setup.0);
         stream.write_all(&bytes)
     }
 
@@ -57,7 +83,8 @@ impl Hello {
             rank: u32::from_le_bytes(at.take()),
             world: u32::from_le_bytes(at.take()),
             epoch: u64::from_le_bytes(at.take()),
-            constants: u64::from_le_bytes(at.take()),
+            process: u64::from_le_bytes(at.take()),
+            setup: Setup(at.take()),
         })
     }
 }
@@ -80,7 +107,7 @@ impl Reader<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Every rank is there: go on.
+    /// Every rank is there: go on; number: one more than the rank before in the order of processes.
     Ready = 1,
     /// The configuration failed; number: the kind of error.
     Refused = 2,
@@ -88,9 +115,9 @@ pub(crate) enum Kind {
     Failed = 3,
     /// The origin leaves in good order.
     Bye = 4,
-    /// The origin entered monitored barrier `number`.
+    /// The origin entered barrier `number`.
     Enter = 5,
-    /// Monitored barrier `number` opens.
+    /// Barrier `number` opens.
     Release = 6,
 }
 
@@ -130,7 +157,7 @@ impl Frame {
         Self::new(kind, origin, number, error.to_string())
     }
 
-    /// And back: the error as this rank tells it.
+    /// And back: the error as this rank tells it. Blames the origin if that blames no rank.
     pub(crate) fn error(&self) -> Error {
         let kind = error_kind((self.number >> 32) as u8);
         let blamed = Some(self.number as u32).filter(|r| *r != u32::MAX);
@@ -138,11 +165,7 @@ impl Frame {
             ErrorKind::Aborted => format!("aborted by rank {}: {}", self.origin, self.text),
             _ => format!("rank {} reports: {}", self.origin, self.text),
         };
-        let error = Error::new(kind, text);
-        match blamed {
-            Some(peer) => error.with_peer(peer),
-            None => error,
-        }
+        Error::new(kind, text).with_peer(blamed.unwrap_or(self.origin))
     }
 
     pub(crate) fn write(&self, stream: &mut impl Write) -> std::io::Result<()> {
@@ -238,6 +261,7 @@ mod tests {
         );
         let told = Frame::of_error(Kind::Failed, 0, &Error::new(ErrorKind::Aborted, "enough"), None).error();
         assert_eq!(told.message(), "aborted by rank 0: enough");
+        assert_eq!(told.context().peer, Some(0));
     }
 
     #[test]

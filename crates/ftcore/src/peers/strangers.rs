@@ -6,9 +6,9 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::identity::TurnedAway;
-use ftcore::identity::hello::{self, Handshake, NO_RANK, Reason, Refused, Topic};
-use ftcore::{Credentials, Result, deadline_in, time_left};
+use crate::identity::TurnedAway;
+use crate::identity::hello::{self, Handshake, NO_RANK, Reason, Refused, Topic};
+use crate::{Credentials, Error, Result, deadline_in, time_left};
 
 use super::line::Line;
 use super::wire::Hello;
@@ -23,8 +23,8 @@ const AT_ONCE: usize = 64;
 static TURNED_AWAY: TurnedAway = TurnedAway::new();
 
 /// What the hello of a control connection is for.
-pub(super) fn topic(epoch: u64, from: u32) -> Topic {
-    Topic::new("nccl", epoch, from, 0)
+pub(super) fn topic(backend: &str, epoch: u64, from: u32) -> Topic {
+    Topic::new(backend, epoch, from, 0)
 }
 
 /// A connection that has greeted.
@@ -57,6 +57,7 @@ enum Step {
 
 /// The strangers at a port.
 pub(super) struct Strangers {
+    backend: &'static str,
     credentials: Option<Arc<Credentials>>,
     epoch: u64,
     most: usize,
@@ -66,8 +67,14 @@ pub(super) struct Strangers {
 }
 
 impl Strangers {
-    pub(super) fn new(credentials: Option<Arc<Credentials>>, epoch: u64, world: u32) -> Self {
+    pub(super) fn new(
+        backend: &'static str,
+        credentials: Option<Arc<Credentials>>,
+        epoch: u64,
+        world: u32,
+    ) -> Self {
         Self {
+            backend,
             credentials,
             epoch,
             most: MOST + world as usize,
@@ -87,7 +94,7 @@ impl Strangers {
                         self.drop_oldest();
                     }
                     if let Err(error) = self.add(stream, from) {
-                        TURNED_AWAY.say("nccl", &from, &error);
+                        TURNED_AWAY.say(self.backend, &from, &error);
                     }
                 }
                 // A party that is gone again.
@@ -100,11 +107,11 @@ impl Strangers {
     }
 
     fn add(&mut self, stream: TcpStream, from: SocketAddr) -> Result<()> {
-        let io = |e| ftcore::Error::io("a control connection", e);
+        let io = |e| Error::io("a control connection", e);
         stream.set_nonblocking(true).map_err(io)?;
         stream.set_nodelay(true).map_err(io)?;
         let credentials = self.credentials.clone();
-        let proof = credentials.map(|c| Handshake::listen(c, topic(self.epoch, NO_RANK)).map(Box::new));
+        let proof = credentials.map(|c| Handshake::listen(c, topic(self.backend, self.epoch, NO_RANK)).map(Box::new));
         self.waiting.push(Stranger {
             stream: stream.into(),
             from,
@@ -122,7 +129,7 @@ impl Strangers {
         if let Some(index) = oldest.map(|(index, _)| index) {
             let stranger = self.waiting.swap_remove(index);
             let why = "there are too many that have not greeted, and it is the oldest";
-            TURNED_AWAY.say("nccl", &stranger.from, &why);
+            TURNED_AWAY.say(self.backend, &stranger.from, &why);
         }
     }
 
@@ -146,10 +153,10 @@ impl Strangers {
                 }
                 Step::Refused(refused) => {
                     drain(&mut stranger.stream);
-                    TURNED_AWAY.say("nccl", &stranger.from, &refused);
+                    TURNED_AWAY.say(self.backend, &stranger.from, &refused);
                     self.turned_away = Some(format!("from {}: {refused}", stranger.from));
                 }
-                Step::Dropped(why) => TURNED_AWAY.say("nccl", &stranger.from, &why),
+                Step::Dropped(why) => TURNED_AWAY.say(self.backend, &stranger.from, &why),
                 Step::Waits => {}
             }
         }

@@ -5,10 +5,10 @@ use std::cell::{Cell, RefCell};
 use std::io::Read;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 use super::line::Line;
-use super::rendezvous::Meeting;
+use super::meet::Meeting;
 use super::wire::{Frame, Kind};
 
 /// More bytes than a rank says before it listens.
@@ -18,9 +18,9 @@ const LOOK: Duration = Duration::from_millis(5);
 
 impl Meeting {
     /// Asked again and again: why not to go on, because another rank's part has failed or it is gone.
-    pub(crate) fn watch(&mut self) -> impl Fn() -> Option<Error> {
+    pub fn watch(&mut self) -> impl Fn() -> Option<Error> {
         let looked = Cell::new(Instant::now());
-        let lines = RefCell::new(&mut self.streams);
+        let lines = RefCell::new(&mut self.lines);
         move || {
             if looked.get().elapsed() < LOOK {
                 return None;
@@ -32,12 +32,12 @@ impl Meeting {
     }
 
     /// Tells the others that this rank's part has failed.
-    pub(crate) fn fail(&mut self, rank: u32, error: &Error) {
-        let frame = Frame::of_error(Kind::Failed, rank, error, error.context().peer);
-        for (_, stream) in &mut self.streams {
+    pub fn fail(&mut self, error: &Error) {
+        let frame = Frame::of_error(Kind::Failed, self.place.rank, error, error.context().peer);
+        for (_, line) in &mut self.lines {
             // Who cannot be told finds its connection closed.
-            let _ = frame.write(stream);
-            discard(stream);
+            let _ = frame.write(line);
+            discard(line);
         }
     }
 }

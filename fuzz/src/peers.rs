@@ -1,15 +1,15 @@
-//! The control connections beside NCCL: greetings, frames, and rank 0's record in the store.
+//! The control connections between the ranks of a group: greetings, frames, and rank 0's record in the store.
 
 #[allow(dead_code, unused_imports, reason = "included for its readers")]
-#[path = "../../crates/backend-nccl/src/control/record.rs"]
+#[path = "../../crates/ftcore/src/peers/record.rs"]
 mod record;
 #[allow(dead_code, unused_imports, reason = "included for its readers")]
-#[path = "../../crates/backend-nccl/src/control/wire.rs"]
+#[path = "../../crates/ftcore/src/peers/wire.rs"]
 mod wire;
 
 use ftcore::{Error, ErrorKind};
-use record::{ID, Published, refusal, refused};
-use wire::{Frame, Hello, Kind, MAX_TEXT, TOKEN};
+use record::{Published, refusal, refused};
+use wire::{Frame, Hello, Kind, MAX_TEXT, Setup, TOKEN};
 
 /// As the reader of such a connection, or of the store, takes it: refused, or it means the same after it was written and read again.
 pub fn control(data: &[u8]) {
@@ -83,7 +83,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
         rank: 1,
         world: 2,
         epoch: 9,
-        constants: 0x1234,
+        process: 0x1234,
+        setup: Setup::of("NCCL 2.30"),
     };
     put(&|to| hello.write(to));
     let kinds = [Kind::Ready, Kind::Bye, Kind::Enter, Kind::Release];
@@ -97,10 +98,10 @@ pub fn seeds() -> Vec<Vec<u8>> {
         port: 4103,
         host: "boot-1".to_string(),
         address: std::net::Ipv4Addr::LOCALHOST.into(),
-        id: Some([9; ID]),
+        gift: Some(vec![9; 128]),
     };
     let without = Published {
-        id: None,
+        gift: None,
         ..published.clone()
     };
     let texts = [published.encode(), without.encode(), refused(&lost)];

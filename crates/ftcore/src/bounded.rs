@@ -4,8 +4,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::engine::spawn;
-use ftcore::{Error, Result, time_left};
+use crate::engine::spawn;
+use crate::{Error, Result, time_left};
 
 /// How often a waiting caller looks for a reason to stop.
 const LOOK: Duration = Duration::from_millis(20);
@@ -29,7 +29,7 @@ impl<T> Shared<T> {
 
 /// Runs `call` on the thread `name` until it returns, `stop` says why not to go on, or the deadline passes (`late`). What it returns
 /// after that goes to `unclaimed`, on the same thread.
-pub(crate) fn bounded<T: Send + 'static>(
+pub fn bounded<T: Send + 'static>(
     name: &str,
     deadline: Instant,
     stop: &dyn Fn() -> Option<Error>,
@@ -80,7 +80,7 @@ pub(crate) fn bounded<T: Send + 'static>(
 mod tests {
     use std::sync::mpsc::channel;
 
-    use ftcore::{ErrorKind, deadline_in};
+    use crate::{ErrorKind, deadline_in};
 
     use super::*;
 

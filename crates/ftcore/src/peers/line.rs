@@ -3,7 +3,7 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 
-use ftcore::identity::records::{Opener, Sealer};
+use crate::identity::records::{Opener, Sealer};
 
 /// A connection. Reads and writes are those of its socket, blocking or not.
 #[derive(Debug)]

@@ -1,0 +1,4 @@
+//! `cargo +nightly fuzz run peers`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| oxccl_fuzz::peers::control(data));
