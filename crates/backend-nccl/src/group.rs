@@ -74,7 +74,11 @@ impl NcclBackend {
                 return Err(error);
             }
         };
-        let id = meeting.gift.take().and_then(|id| id.try_into().ok()).map(UniqueId);
+        let id = meeting
+            .gift
+            .take()
+            .and_then(|id| id.try_into().ok())
+            .map(UniqueId);
         let comm = match (origin, id) {
             (Origin::Parent(comm), _) => Ok(*comm),
             (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),

@@ -136,7 +136,11 @@ impl Settings {
                 "NCCL {}.{}, contributors {counted}, mismatch detection {detects}, {}",
                 number / 10_000,
                 number / 100 % 100,
-                if cfg!(target_endian = "little") { "little endian" } else { "big endian" },
+                if cfg!(target_endian = "little") {
+                    "little endian"
+                } else {
+                    "big endian"
+                },
             ),
             one_per_process: false,
             credentials: self.credentials.clone(),

@@ -151,7 +151,11 @@ impl ProcessGroup for XcclGroup {
         let Some((configuration, comms)) = self.0.split(self, color, key, deadline)? else {
             return Ok(None);
         };
-        let child = Self::with(configuration.name.clone(), self.0.library, self.0.settings.clone());
+        let child = Self::with(
+            configuration.name.clone(),
+            self.0.library,
+            self.0.settings.clone(),
+        );
         child.0.adopt(configuration, comms, nothing)?;
         Ok(Some(Box::new(child)))
     }

@@ -15,7 +15,6 @@ use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 
-
 /// What is before the words: the number that tells this file from any other.
 const HEAD: u64 = 8;
 /// A rank's two words.

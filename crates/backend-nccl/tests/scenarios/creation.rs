@@ -86,7 +86,15 @@ fn unequal() -> Outcome {
                         .configure(configuration(store, rank, 2, 1, SOON))
                         .err()
                         .ok_or("groups met that count and that do not")?;
-                    says(&e, ErrorKind::Mismatch, &["contributors all", "contributors counted", "the same on all ranks"])
+                    says(
+                        &e,
+                        ErrorKind::Mismatch,
+                        &[
+                            "contributors all",
+                            "contributors counted",
+                            "the same on all ranks",
+                        ],
+                    )
                 })
             })
             .collect();

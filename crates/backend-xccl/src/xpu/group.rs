@@ -15,9 +15,9 @@ use super::comm::Side;
 use super::device::Xpu;
 use super::probe;
 use crate::comms::Comms;
+use crate::group;
 use crate::member::Member;
 use crate::options::Settings;
-use crate::group;
 
 /// Why there are no messages on SYCL's CPU device.
 const NO_MESSAGES: &str = "not offered on SYCL's CPU device, where oneCCL's own calls end the process with SIGSEGV; on a GPU \

@@ -148,7 +148,12 @@ fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(TcpListener, Published)
     };
     let is_open = terms.is_open();
     if !is_open && std::env::var_os(terms.variable()).is_some() {
-        may_listen(terms.backend, SocketAddr::new(terms.own_address()?, 0), None, false)?;
+        may_listen(
+            terms.backend,
+            SocketAddr::new(terms.own_address()?, 0),
+            None,
+            false,
+        )?;
     }
     let bind = match is_open {
         true => Ipv4Addr::UNSPECIFIED,
@@ -198,12 +203,7 @@ fn collect(
 ) -> Result<(Vec<Guest>, Option<u32>)> {
     let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
-    let mut strangers = Strangers::new(
-        terms.backend,
-        terms.credentials.clone(),
-        c.epoch.0,
-        c.world_size,
-    );
+    let mut strangers = Strangers::new(terms.backend, terms.credentials.clone(), c.epoch.0, c.world_size);
     let mut verdict = Ok(());
     while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
         if let Some(reason) = c.cancel.reason() {
@@ -217,8 +217,7 @@ fn collect(
                 None => String::new(),
             };
             let (missing, world) = (ranks(&missing), c.world_size);
-            let text =
-                format!("{missing} of {world} did not come (phase: control connections){turned_away}");
+            let text = format!("{missing} of {world} did not come (phase: control connections){turned_away}");
             verdict = Err(Error::timeout(text));
         } else if let Err(e) = strangers.accept(listener) {
             verdict = Err(io(e));
@@ -381,9 +380,10 @@ fn connect(
         ))
     };
     match hear(c, &mut stream, 0, until, &late)? {
-        frame if frame.kind == Kind::Ready => {
-            Ok((stream, frame.number.checked_sub(1).and_then(|r| u32::try_from(r).ok())))
-        }
+        frame if frame.kind == Kind::Ready => Ok((
+            stream,
+            frame.number.checked_sub(1).and_then(|r| u32::try_from(r).ok()),
+        )),
         frame if matches!(frame.kind, Kind::Refused | Kind::Failed) => Err(frame.error()),
         _ => Err(Error::new(
             ErrorKind::Protocol,

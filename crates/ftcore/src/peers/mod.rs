@@ -80,8 +80,8 @@ struct State {
     entered: BTreeMap<u64, BTreeSet<u32>>,
     /// Barriers that a caller waits for.
     awaited: BTreeSet<u64>,
-    /// A connection has ended.
-    ended: bool,
+    /// No barrier opens any more: the engine was told of a failure, or a connection has ended.
+    over: bool,
     /// A failure was told or heard.
     failed: bool,
     /// Nothing more is said or heard.
@@ -163,12 +163,7 @@ impl Peers {
                         Err(e) if e.kind() == ErrorKind::Protocol => e.to_string(),
                         _ => "its control connection ended without a leave: the process is gone".to_string(),
                     };
-                    let left = {
-                        let mut state = lock(&self.state);
-                        state.ended = true;
-                        state.left.contains(&peer)
-                    };
-                    self.moved.notify_all();
+                    let left = lock(&self.state).left.contains(&peer);
                     if !left && self.is_first() {
                         let error = Error::new(ErrorKind::PeerLost, why).with_peer(peer);
                         self.tell_others(
@@ -177,7 +172,7 @@ impl Peers {
                         );
                         listener(Notice::Failed(error));
                     }
-                    return;
+                    return self.end_barriers();
                 }
             }
         }
@@ -189,6 +184,7 @@ impl Peers {
             Kind::Failed if self.is_first() => {
                 self.tell_others(&frame, peer);
                 listener(Notice::Failed(frame.error()));
+                self.end_barriers();
             }
             Kind::Bye => {
                 lock(&self.state).left.insert(peer);
@@ -212,10 +208,13 @@ impl Peers {
     /// True for the first failure that passes here, of whatever origin; only that one is told.
     fn is_first(&self) -> bool {
         let mut state = lock(&self.state);
-        let is_first = !state.closed && !std::mem::replace(&mut state.failed, true);
-        drop(state);
+        !state.closed && !std::mem::replace(&mut state.failed, true)
+    }
+
+    /// Ends the waits for barriers: the engine knows why by now.
+    fn end_barriers(&self) {
+        lock(&self.state).over = true;
         self.moved.notify_all();
-        is_first
     }
 
     /// Tells all ranks that the group has failed here.
@@ -235,6 +234,7 @@ impl Peers {
         };
         let frame = Frame::of_error(Kind::Failed, self.place.rank, &told, error.context().peer);
         self.tell_others(&frame, self.place.rank);
+        self.end_barriers();
     }
 
     /// Enters barrier `number` and goes on. True if that has opened it, here on rank 0; else the listener hears when it opens.
@@ -258,7 +258,7 @@ impl Peers {
         }
         let mut state = lock(&self.state);
         while state.awaited.contains(&number) {
-            let vain = state.failed || state.closed || state.ended;
+            let vain = state.over || state.closed;
             let left = time_left(deadline);
             if vain || left.is_zero() {
                 state.awaited.remove(&number);

@@ -36,7 +36,10 @@ pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
 
 impl Published {
     pub(crate) fn encode(&self) -> String {
-        let gift = self.gift.as_ref().map_or_else(|| "-".to_string(), |gift| hex(gift));
+        let gift = self
+            .gift
+            .as_ref()
+            .map_or_else(|| "-".to_string(), |gift| hex(gift));
         format!(
             "1 {} {} {} {} {gift}",
             hex(&self.token),

@@ -111,7 +111,8 @@ impl Strangers {
         stream.set_nonblocking(true).map_err(io)?;
         stream.set_nodelay(true).map_err(io)?;
         let credentials = self.credentials.clone();
-        let proof = credentials.map(|c| Handshake::listen(c, topic(self.backend, self.epoch, NO_RANK)).map(Box::new));
+        let proof =
+            credentials.map(|c| Handshake::listen(c, topic(self.backend, self.epoch, NO_RANK)).map(Box::new));
         self.waiting.push(Stranger {
             stream: stream.into(),
             from,

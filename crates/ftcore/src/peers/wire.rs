@@ -26,7 +26,10 @@ impl Setup {
     /// Of a text; what is longer is cut.
     pub(crate) fn of(text: &str) -> Self {
         let mut bytes = [0; SETUP];
-        bytes.iter_mut().zip(text.bytes()).for_each(|(to, from)| *to = from);
+        bytes
+            .iter_mut()
+            .zip(text.bytes())
+            .for_each(|(to, from)| *to = from);
         Self(bytes)
     }
 }
