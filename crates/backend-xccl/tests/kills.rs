@@ -347,19 +347,20 @@ fn kill(pid: u32) {
 /// Holds `error`, which the survivor (rank 0) got, against who was killed. True if oneCCL itself ended a child: it ends (SIGABRT) the
 /// process that talks to a dead one, if it is quicker than we are. So only the child of the rank that was *not* killed may end that way:
 /// the own one if the other rank's was killed, with that as its code; the other rank's if the own one was killed, known by that
-/// rank's report, which has no code and may come before the end of the own child is seen.
+/// rank's report, which has no code and may come before the end of the own child is seen. So may its report that the own one is gone.
 fn ended_by_library_in(round: u32, victim: u64, error: &ftcore::Error) -> bool {
     let text = error.to_string();
     let names_the_other = ["peer 1", "rank 1"].iter().any(|n| text.contains(n));
     match (victim, error.code()) {
         (0, Some(-9)) => false,
         (0, None) => {
-            let told = names_the_other && text.contains("(SIGABRT)");
+            let aborted = text.contains("(SIGABRT)");
+            let told = names_the_other && (aborted || text.contains("peer 0: its control connection ended"));
             assert!(
                 told,
                 "round {round}: neither the own child's end nor the other's: {error}"
             );
-            true
+            aborted
         }
         (1 | 2, Some(-6)) => true,
         (1 | 2, None) => {

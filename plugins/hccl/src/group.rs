@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::driver::{Call, HcclDriver};
 use crate::ftcore::engine::{Backend, Engine, Group, OnCallers};
 use crate::ftcore::{
-    Capabilities, Collective, Configuration, Credentials, DType, DTypeSet, Device, FeatureSet, GroupOptions, OpKind,
-    OpSet, ReduceOp, Rejected, Result, SubmitOptions, Traffic, names, notes, wrong_device,
+    Capabilities, Collective, Configuration, Credentials, DType, DTypeSet, Device, FeatureSet, GroupOptions,
+    OpKind, OpSet, ReduceOp, Rejected, Result, SubmitOptions, Traffic, names, notes, wrong_device,
 };
 use crate::issue::Counters;
 use crate::raw::memory::DEVICE;

@@ -14,7 +14,13 @@ use crate::engine::Place;
 use crate::identity::hello::{Handshake, Refused};
 use crate::identity::{INSECURE, is_insecure, may_listen};
 use crate::lifecycle::nonce;
-use crate::{Configuration, Credentials, Error, ErrorKind, Result, host_address, time_left, variable_prefix};
+use crate::{
+    Configuration, Credentials, Error, ErrorKind, Result, deadline_in, host_address, time_left,
+    variable_prefix,
+};
+
+/// How long a store that does not answer is asked when something has failed already.
+const TELLING: Duration = Duration::from_millis(500);
 
 /// How a backend's ranks meet.
 #[derive(Debug, Clone)]
@@ -54,11 +60,12 @@ impl Terms {
         format!("{}/{}/{}", c.prefix, c.epoch, self.backend)
     }
 
-    /// On rank 0, before it can be met: tells the others in the store why they need not wait for it.
+    /// On rank 0: tells the others in the store why it cannot be met, before they can or after its port is closed.
     pub fn refuse(&self, c: &Configuration, error: &Error) {
         if c.world_size > 1 {
+            let by = deadline_in(TELLING).max(c.deadline);
             // If that fails, too, they wait until their deadline.
-            let _ = c.store.set(&self.key(c), refused(error).as_bytes(), c.deadline);
+            let _ = c.store.set(&self.key(c), refused(error).as_bytes(), by);
         }
     }
 }
@@ -134,7 +141,15 @@ pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<M
             format!("what stands at '{key}' is not rank 0's address"),
         )
     })?;
-    let (stream, before) = connect(c, terms, &published, &hello(published.token))?;
+    let connected = connect(c, terms, &published, &hello(published.token));
+    let (stream, before) = connected.map_err(|error| match error.kind() {
+        // The port may be closed because another rank came first and did not fit: that stands in the store then.
+        ErrorKind::Io | ErrorKind::PeerLost => {
+            let now = c.store.get(&key, deadline_in(TELLING));
+            now.ok().and_then(|record| refusal(&record)).unwrap_or(error)
+        }
+        _ => error,
+    })?;
     Ok(met(published.gift, before, vec![(0, stream)]))
 }
 
@@ -241,6 +256,9 @@ fn collect(
     if terms.one_per_process && verdict.is_ok() {
         verdict = one_per_process(&order, terms.backend);
     }
+    if let Err(error) = &verdict {
+        terms.refuse(c, error);
+    }
     let before = |rank: u32| {
         let place = order.iter().position(|(_, r)| *r == rank)?;
         order.get(place.checked_sub(1)?).map(|(_, r)| *r)
@@ -309,7 +327,7 @@ fn judge(greeted: Greeted, own: &Hello) -> Result<Option<Guest>> {
         let e = Error::new(
             ErrorKind::Mismatch,
             format!(
-                "rank {} is set up for a world of {}, epoch {} and {}; rank 0 for {}, {} and {} (library versions and options must be the \
+                "rank {} is set up for a world of {}, epoch {} and {}; rank 0 for a world of {}, epoch {} and {} (library versions and options must be the \
                  same on all ranks)",
                 hello.rank, hello.world, hello.epoch, hello.setup, own.world, own.epoch, own.setup
             ),

@@ -11,6 +11,8 @@ mod meanwhile;
 mod meet;
 mod record;
 mod strangers;
+#[cfg(test)]
+mod tests;
 mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -128,11 +130,19 @@ impl Peers {
         opened: impl Fn(&Engine<D>, u64) + Send + Sync + 'static,
     ) -> Result<()> {
         let (to, place) = (Arc::downgrade(engine), self.place);
-        let listener: Listener = Arc::new(move |notice| match (to.upgrade(), notice) {
+        let listening = self.tell(Arc::new(move |notice| match (to.upgrade(), notice) {
             (Some(engine), Notice::Failed(error)) => engine.fail(place.name(error)),
             (Some(engine), Notice::Released(number)) => opened(&engine, number),
             (None, _) => {}
-        });
+        }));
+        listening.inspect_err(|error| {
+            engine.fail(place.name(error.clone()));
+            self.fail(error);
+        })
+    }
+
+    /// Starts the threads that read.
+    fn tell(self: &Arc<Self>, listener: Listener) -> Result<()> {
         let read = |link: &Link| {
             let io = |e| Error::io(format!("{SET_UP} ({FILES})"), e);
             let mut line = lock(&link.writer).reader().map_err(io)?;
@@ -141,11 +151,7 @@ impl Peers {
                 this.hear_all(peer, &mut line, &listener);
             })
         };
-        let listening = self.links.iter().try_for_each(read);
-        listening.inspect_err(|error| {
-            engine.fail(place.name(error.clone()));
-            self.fail(error);
-        })
+        self.links.iter().try_for_each(read)
     }
 
     /// The engine does not come up: the others are told why, and nothing is heard any more.

@@ -41,7 +41,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         .faults(&[(0, "ASYNC", "2=9"), (1, "ASYNC", "2=9")]),
         scenario("a_killed_peer_ends_work_long_before_its_deadline", 3, killed).killing(2),
         scenario(
-            "a_killed_peer_that_nobody_reports_is_a_time_out",
+            "a_killed_peer_that_the_library_does_not_report_ends_work_all_the_same",
             2,
             killed_silently,
         )
@@ -306,10 +306,11 @@ fn killed_silently(rank: &Rank) -> Outcome {
         rank.meet("submitted")?;
         return rank.die();
     }
-    let work = rank.submit(&group, within(500))?;
+    let work = rank.submit(&group, rank.soon())?;
     rank.meet("submitted")?;
     let e = rank.failure(&work)?;
-    ensure!(e.kind() == ErrorKind::Timeout, "{:?}: {e}", e.kind());
+    ensure!(e.kind() == ErrorKind::PeerLost, "{:?}: {e}", e.kind());
+    ensure!(e.context().peer == Some(1), "{e}");
     Ok(())
 }
 
