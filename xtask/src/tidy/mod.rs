@@ -3,7 +3,7 @@
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
 //! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts;
 //! `words` knows the terms of the field, `links` where the documentation points, `width` how long its lines are, `commands` what its commands name,
-//! `programs` which examples its programs are, `starts` which types need one.
+//! `programs` which examples its programs are, `starts` which types need one, `circles` who imports whom.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -16,6 +16,7 @@ use crate::matrix;
 use crate::metadata::Metadata;
 use lexer::Source;
 
+mod circles;
 mod commands;
 mod files;
 mod lessons;
@@ -115,6 +116,7 @@ pub(crate) fn check() -> Result<bool> {
     findings.extend(variables::check(&sources, &texts.join("\n")));
     findings.extend(lessons::check(&sources));
     findings.extend(starts::check(&sources));
+    findings.extend(circles::check(&sources));
     findings.sort();
     for finding in &findings {
         println!("{finding}");
