@@ -10,6 +10,7 @@ use oxccl_launch::{ExitSummary, Outcome, SupervisorEvent};
 use serde::Serialize;
 
 mod chaos;
+mod subject;
 mod text;
 
 pub use chaos::{Cost, Gap, Times};

@@ -7,7 +7,7 @@ use oxccl::launch::EventKind;
 use oxccl_launch::SupervisorEvent;
 use serde::Serialize;
 
-use super::text::subject;
+use super::subject::subject;
 use crate::campaign::{Disturbance, What};
 
 /// How many of the longest times without a commit are told.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::subject::subject;
 use super::{Death, Report};
 
 impl fmt::Display for Report {
@@ -175,31 +176,6 @@ impl Report {
         }
         text
     }
-}
-
-/// Where the text of a subject begins, and how wide a line may be.
-const INDENT: usize = 15;
-const WIDTH: usize = 100;
-
-/// One subject: its name, and its text wrapped beside it.
-pub(super) fn subject(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
-    let mut line = format!("{name:<INDENT$}");
-    let mut width = INDENT;
-    for (i, word) in text.split(' ').enumerate() {
-        let more = word.chars().count() + usize::from(i > 0);
-        if i > 0 && width + more > WIDTH {
-            writeln!(f, "{line}")?;
-            line = " ".repeat(INDENT) + word;
-            width = INDENT + more - 1;
-            continue;
-        }
-        if i > 0 {
-            line.push(' ');
-        }
-        line.push_str(word);
-        width += more;
-    }
-    writeln!(f, "{line}")
 }
 
 fn everyone(n: usize, ranks: u32) -> String {
