@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::doors::{Doors, Limits, network};
 use super::engine::{Engine, Entry, Progress, Ticket};
-use super::hello_topic;
-use super::link::{Bell, Link, TimeLimit, is_late, watch_listener};
+use super::link::{Bell, Link, TimeLimit, hello_topic, is_late, watch_listener};
 use super::wire::{self, Budget, Held, Request};
 use crate::identity::hello::{self, Handshake, Reason, Refused};
 use crate::identity::{TurnedAway, may_listen};
