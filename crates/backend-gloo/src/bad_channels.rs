@@ -9,7 +9,7 @@ use ftcore::{
 
 use crate::GlooGroup;
 use crate::bad_peer::{Neighbour, configuration, frame, soon};
-use crate::notices::Fate;
+use crate::peer::Fate;
 use crate::queue::Taken;
 use crate::wire::{Control, ControlKind, INLINE};
 

@@ -19,8 +19,9 @@ use crate::channels::{Channels, Inbox, Out, Outbox, YIELDS, local};
 use crate::executor::wait_for;
 use crate::p2p::{Begun, Way, copy, lost};
 use crate::queue::{Shared, Submission, Taken, refusal};
+use crate::spin_budget::SpinBudget;
 use crate::transport::shm::Sleep;
-use crate::waiter::{Driven, SpinBudget, Waiter};
+use crate::waiter::{Driven, Waiter};
 use crate::wire::{Control, ControlKind, INLINE};
 
 /// Looks for the answer before others are let run in between: some hand-overs long. A rank that shares its core with the one it waits

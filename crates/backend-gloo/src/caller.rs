@@ -14,7 +14,7 @@ use ftcore::{
 use crate::blocking;
 use crate::direct;
 use crate::executor::{Executor, Holder, Turn};
-use crate::leave::NOTICE_TIME;
+use crate::peer::NOTICE_TIME;
 use crate::queue::{Begin, Shared, Submission, later, prepare};
 use crate::transport::shm::Sleep;
 use crate::waiter::Waiter;

@@ -13,18 +13,17 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ends::End;
 use ftcore::{DType, Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::buffers::go_on;
 use crate::execution::Place;
-use crate::executor::GRACE;
 use crate::p2p::{Messages, Way};
+use crate::peer::{Fate, GRACE};
 use crate::queue::{Shared, Submission, later};
+use crate::spin_budget::SpinBudget;
 use crate::transport::shm::{MESSAGES, Rings};
 use crate::transport::tcp::{Counters, Link};
-use crate::waiter::SpinBudget;
 use crate::wire::{Control, ControlKind};
 
 /// How often a rank that waits lets others run before it sleeps. The one it waits for may be next on this very core.
@@ -165,6 +164,27 @@ impl Way for Outbox {
             return error;
         }
         error.with_peer(self.rank).with_peer_address(self.address.clone())
+    }
+}
+
+/// What is known of the end of a rank (see `ends`).
+#[derive(Debug, Default)]
+struct End {
+    fate: Option<Fate>,
+    /// Something of it came in this turn; there may be more.
+    heard: bool,
+    /// Since when nothing more came although it is gone or its connection has ended, and how often the engine's thread had looked at the control
+    /// connections by then.
+    silent: Option<(Instant, u64)>,
+}
+
+impl End {
+    /// A turn has read what there was of it.
+    fn hears(&mut self, something: bool) {
+        self.heard = something;
+        if something {
+            self.silent = None;
+        }
     }
 }
 

@@ -14,8 +14,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::channels::Channels;
 use crate::executor::{Executor, Turn, still_queued, wait_for};
-use crate::notices::Fate;
-use crate::peer::Peer;
+use crate::peer::{Fate, Peer};
 use crate::queue::{Ended, Shared, Stop, Taken};
 use crate::transport::lines::Listener;
 use crate::transport::shm::Sleep;

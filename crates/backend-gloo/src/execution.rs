@@ -14,6 +14,7 @@ use crate::expected::{Expected, check_header, mismatch};
 use crate::kernels;
 use crate::plan::{Plan, Prepare};
 use crate::port::{Port, Wire};
+use crate::rail;
 use crate::schedule::{
     Algorithm, Buffer, Count, Landing, Local, Send, Span, may_begin_early, ready_early, swap_in_place,
 };
@@ -591,7 +592,7 @@ impl Execution {
         let mut all = now.chain(self.early.iter().map(|s| (s, ready(s))));
         let (sending, ready) = all.find(|(s, ready)| s.send.peer == rank && s.wants(*ready))?;
         let striped = sending.striped && sending.done >= DataHeader::BYTES;
-        striped.then(|| sending.given < stripes::whole(ready, sending.send.from.len()))
+        striped.then(|| sending.given < rail::whole(ready, sending.send.from.len()))
     }
 
     /// True if it waits for `rank` to take bytes.

@@ -13,15 +13,12 @@ use ftcore::{Error, ErrorKind, OpKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::execution::{Execution, Step};
+use crate::peer::GRACE;
 use crate::port::{Port, Wire};
 use crate::queue::{Shared, Taken, later};
+use crate::spin_budget::SpinBudget;
 use crate::transport::tcp::Link;
-use crate::waiter::SpinBudget;
 
-/// A data connection that breaks gets this long until the control connection has said why.
-pub(crate) const GRACE: Duration = Duration::from_millis(50);
-/// A rank that has left gets this long, from the last that came of it, until its connection has ended.
-pub(crate) const LAST_GRACE: Duration = Duration::from_secs(1);
 /// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
 const VERDICT: Duration = Duration::from_millis(500);
 

@@ -1,17 +1,14 @@
 //! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
 
 use std::os::fd::AsFd;
-use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::Engine;
+use crate::peer::NOTICE_TIME;
 use crate::transport::tcp::Moved;
 use crate::wire::{self, Control, ControlKind};
-
-/// How long the failure notice of a failed engine may take.
-pub(crate) const NOTICE_TIME: Duration = Duration::from_millis(200);
 
 /// Reads of what a peer still says, at most, before its socket is closed.
 const UNREAD: usize = 64;
@@ -158,6 +155,7 @@ impl Engine {
 mod tests {
     use std::process::{Command, Stdio};
     use std::sync::Arc;
+    use std::time::Duration;
 
     use ftcore::{
         Configuration, DType, Device, Epoch, GroupOptions, ProcessGroup, ProcessGroupExt, Staged, Store,

@@ -3,7 +3,7 @@
 //! Data flows down: [`GlooGroup`] takes validated operations (`group`) into the `queue`. Collectives run on the `executor`, one after
 //! the other, driven by the caller that waits for them (`caller`) or else by the group's thread (`engine`): each becomes a `plan` (which
 //! tensors, which `schedule`) that `execution` carries out round by round over the `port`s, made by `rendezvous`; the most common ones take
-//! a shorter way through shared memory (`direct`), large payloads may go over several connections (`stripes`). Point-to-point messages (`p2p`) go beside it
+//! a shorter way through shared memory (`direct`), large payloads may go over several connections (`stripes`, each a `rail`). Point-to-point messages (`p2p`) go beside it
 //! through rings and connections of their own (`channels`), which a blocking call drives itself (`blocking`); aborts and leaves have the `peer`s' control connections. `wire` has the bytes, `kernels` the arithmetic.
 //!
 //! Linking this crate registers the backend `gloo` for `cpu`.
@@ -41,8 +41,10 @@ mod plan;
 mod port;
 mod probe;
 mod queue;
+mod rail;
 mod rendezvous;
 mod schedule;
+mod spin_budget;
 mod stripes;
 mod transfer;
 mod transport;

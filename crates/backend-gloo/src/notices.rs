@@ -7,16 +7,8 @@ use std::sync::{MutexGuard, PoisonError};
 
 use ftcore::Error;
 
+use crate::peer::Fate;
 use crate::queue::Shared;
-
-/// What became of a peer.
-#[derive(Debug, Clone)]
-pub(crate) struct Fate {
-    /// It has left; otherwise it is lost.
-    pub(crate) left: bool,
-    /// Why, or how that showed.
-    pub(crate) text: String,
-}
 
 /// What the engine's thread has learnt that the driver of the executor needs to know.
 #[derive(Default)]

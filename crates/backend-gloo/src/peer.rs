@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
+use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, Result};
 
@@ -9,6 +10,22 @@ use crate::transport::lines::{Hold, Listener};
 use crate::transport::shm::{NOTICE_BYTES, Notices};
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::{Control, ControlKind, MAX_TEXT};
+
+/// A data connection that breaks gets this long until the control connection has said why.
+pub(crate) const GRACE: Duration = Duration::from_millis(50);
+/// A rank that has left gets this long, from the last that came of it, until its connection has ended.
+pub(crate) const LAST_GRACE: Duration = Duration::from_secs(1);
+/// How long the failure notice of a failed engine may take.
+pub(crate) const NOTICE_TIME: Duration = Duration::from_millis(200);
+
+/// What became of a peer.
+#[derive(Debug, Clone)]
+pub(crate) struct Fate {
+    /// It has left; otherwise it is lost.
+    pub(crate) left: bool,
+    /// Why, or how that showed.
+    pub(crate) text: String,
+}
 
 /// Another rank.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use crate::stripes::Rail;
+use crate::rail::Rail;
 use crate::transport::shm::{COLLECTIVES, Neighbour, Reader, Ringer, Rings, Writer};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::DataHeader;

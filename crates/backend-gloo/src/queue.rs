@@ -17,8 +17,8 @@ use ftcore::{
 use crate::channels::{Channel, Channels};
 use crate::execution::{Execution, Label, Place};
 use crate::executor::Executor;
-use crate::leave::NOTICE_TIME;
 use crate::notices::Notices;
+use crate::peer::NOTICE_TIME;
 use crate::plan::plan;
 use crate::schedule::Hosts;
 use crate::transport::shm::{Bell, Bells, COLLECTIVES, MESSAGES, ThreadBell};

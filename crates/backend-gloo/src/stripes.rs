@@ -11,6 +11,7 @@ use ftcore::{Error, ErrorKind, Result};
 
 use crate::buffers::Memory;
 use crate::port::{Port, Wire};
+use crate::rail::{Out, Rail, whole};
 use crate::schedule::{Landing, Span};
 use crate::transfer::{Receiving, Sending, write};
 use crate::transport::tcp::{Link, Moved};
@@ -19,43 +20,9 @@ use crate::wire::{DataHeader, Frame, PieceHeader, STRIPE};
 /// Payloads of at least this many bytes go over the rails.
 pub(crate) const FROM: usize = 2 * STRIPE;
 
-/// A piece on its way out.
-#[derive(Debug)]
-struct Out {
-    header: [u8; PieceHeader::BYTES],
-    offset: usize,
-    length: usize,
-    /// Of header and bytes.
-    done: usize,
-}
-
-/// One connection for pieces.
-#[derive(Debug)]
-pub(crate) struct Rail {
-    pub(crate) link: Link,
-    out: Option<Out>,
-    /// The header of the next piece, as far as it has come.
-    head: [u8; PieceHeader::BYTES],
-    have: usize,
-    /// The piece that comes in: its header is here, and that many of its bytes.
-    piece: Option<PieceHeader>,
-    taken: usize,
-    /// Its bytes, where they wait for a reduction.
-    buffer: Vec<u8>,
-}
-
 /// True if a payload of that many bytes goes over the rails of `port`. The same on both ends: they have agreed on the number.
 pub(crate) fn is_striped(port: &Port, length: usize) -> bool {
     !port.rails.is_empty() && length >= FROM
-}
-
-/// How many of the first `ready` of `length` bytes make whole pieces.
-pub(crate) fn whole(ready: usize, length: usize) -> usize {
-    if ready < length {
-        ready - ready % STRIPE
-    } else {
-        length
-    }
 }
 
 /// Writes some of a send to the connections of a rank, of its payload no more than the first `ready` bytes.
@@ -131,38 +98,6 @@ pub(crate) fn collect(
 }
 
 impl Rail {
-    pub(crate) fn new(link: Link) -> Self {
-        Self {
-            link,
-            out: None,
-            head: [0; PieceHeader::BYTES],
-            have: 0,
-            piece: None,
-            taken: 0,
-            buffer: Vec::new(),
-        }
-    }
-
-    /// True if a piece is on its way out, or could be: `more` can be given out.
-    pub(crate) fn wants_write(&self, more: bool) -> bool {
-        self.link.write_closed.is_none() && (self.out.is_some() || more)
-    }
-
-    /// True if bytes that arrive now would be read for the payload of `frame`.
-    pub(crate) fn wants_read(&self, frame: Frame) -> bool {
-        let wanted = match &self.piece {
-            None => true,
-            Some(piece) => piece.frame() == frame && self.taken < piece.length as usize,
-        };
-        wanted && self.link.read_closed.is_none()
-    }
-
-    /// In the middle of a piece.
-    fn is_within(&self) -> bool {
-        let unfinished = self.piece.is_some_and(|p| self.taken < p.length as usize);
-        self.have > 0 || unfinished
-    }
-
     /// Goes on with the piece that is on its way, or takes the next one.
     fn send(&mut self, sending: &mut Sending, header: &DataHeader, memory: &Memory, ready: usize) -> Moved {
         if self.link.write_closed.is_some() {

@@ -8,8 +8,8 @@ use ftcore::{DType, Error, ErrorKind, ReduceOp, Result, copy_bytes};
 use crate::buffers::Memory;
 use crate::kernels;
 use crate::port::{Memory as Rings, Port};
+use crate::rail;
 use crate::schedule::{Landing, Recv, Send, Span};
-use crate::stripes;
 use crate::transport::shm::{Lent, place_of};
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::DataHeader;
@@ -66,7 +66,7 @@ impl Sending {
     /// True if something can go out when the first `ready` bytes are there.
     pub(crate) fn wants(&self, ready: usize) -> bool {
         let ready = if self.striped {
-            stripes::whole(ready, self.send.from.len())
+            rail::whole(ready, self.send.from.len())
         } else {
             ready
         };

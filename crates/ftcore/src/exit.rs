@@ -4,10 +4,9 @@
 //! for a death. The thread that tells one to end notes it here, and `exit` (after `main`, or called) waits a little.
 
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::sync::{Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::lifecycle::Engine;
 use crate::{deadline_in, time_left};
 
 /// What all of them together may take: a leave takes far less, but its thread may have to wait for a core.
@@ -22,19 +21,6 @@ pub trait Leaving: Send + 'static {
     fn is_over(&self) -> bool;
     /// Waits for that, until `deadline` at most. Whatever else has to be said by then may be noted meanwhile, and is waited for, too.
     fn wait_over(&self, deadline: Instant);
-}
-
-impl<E: Engine> Leaving for Weak<E> {
-    fn is_over(&self) -> bool {
-        self.strong_count() == 0
-    }
-
-    fn wait_over(&self, deadline: Instant) {
-        if let Some(engine) = self.upgrade() {
-            // Late or not: there is no caller to tell.
-            let _ = engine.wait_ended(deadline);
-        }
-    }
 }
 
 /// Threads that hold the other end until they have let go of what they work on. Nothing is ever sent.
@@ -65,11 +51,6 @@ pub fn leave_at_exit(leaving: impl Leaving) {
     all.push(Box::new(leaving));
 }
 
-/// As [`leave_at_exit`], for an engine.
-pub(crate) fn leave_engine_at_exit<E: Engine>(engine: &Arc<E>) {
-    leave_at_exit(Arc::downgrade(engine));
-}
-
 extern "C" fn at_exit() {
     wait_for_leaves();
 }
@@ -97,10 +78,10 @@ mod tests {
     use std::io::Write;
     use std::process::Command;
     use std::sync::mpsc::{Sender, channel};
-    use std::sync::{Condvar, MutexGuard};
+    use std::sync::{Arc, Condvar, MutexGuard};
 
     use super::*;
-    use crate::lifecycle::Lifecycle;
+    use crate::lifecycle::{Engine, Lifecycle};
     use crate::{Configuration, Epoch, Error, InMemoryStore, Result};
 
     /// What a process of its own does before it ends.

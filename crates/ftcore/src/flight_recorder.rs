@@ -104,7 +104,7 @@ impl Recorder {
 
     /// That operation has ended. `failure`: why, if it failed.
     pub fn ended(&self, running: Running, failure: Option<&Error>) {
-        self.ring.end(running.0, failure);
+        write_first(self.ring.end(running.0, failure));
     }
 
     /// That operation goes on elsewhere.
@@ -126,7 +126,7 @@ impl Recorder {
             true => messages.load(Ordering::Relaxed),
             false => collectives.load(Ordering::Relaxed),
         };
-        self.ring.refused(summary, self.epoch, next, error);
+        write_first(self.ring.refused(summary, self.epoch, next, error));
     }
 }
 
@@ -155,7 +155,14 @@ impl Entry {
 
     /// Its caller is told.
     pub(crate) fn ended(&self, failure: Option<&Error>) {
-        self.ring.end(self.index, failure);
+        write_first(self.ring.end(self.index, failure));
+    }
+}
+
+/// Has the record written after the first failure of a configuration, if this is one.
+fn write_first(failure: Option<String>) {
+    if let Some(why) = failure {
+        files::after_failure(&why);
     }
 }
 

@@ -4,10 +4,9 @@
 //! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
 //! [`Split`] is the agreement of all ranks on who goes where. [`leave_at_exit`] is for groups whose end their owner decides.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
-use crate::exit::leave_engine_at_exit;
 pub use crate::exit::{Leaving, leave_at_exit, wait_for_leaves};
 use crate::flight_recorder::{self, GroupRing, Recorder};
 use crate::forked;
@@ -36,6 +35,24 @@ pub trait Engine: Send + Sync + 'static {
     fn recorder(&self) -> Option<&OnceLock<Recorder>> {
         None
     }
+}
+
+impl<E: Engine> Leaving for Weak<E> {
+    fn is_over(&self) -> bool {
+        self.strong_count() == 0
+    }
+
+    fn wait_over(&self, deadline: Instant) {
+        if let Some(engine) = self.upgrade() {
+            // Late or not: there is no caller to tell.
+            let _ = engine.wait_ended(deadline);
+        }
+    }
+}
+
+/// As [`leave_at_exit`], for an engine.
+fn leave_engine_at_exit<E: Engine>(engine: &Arc<E>) {
+    leave_at_exit(Arc::downgrade(engine));
 }
 
 /// The configurations of one group. See the module.

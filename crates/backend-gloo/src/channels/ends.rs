@@ -7,32 +7,12 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use super::{Channels, Inbox, Out};
-use crate::executor::{GRACE, LAST_GRACE};
-use crate::notices::Fate;
+use super::{Channels, End, Inbox, Out};
 use crate::p2p::Way;
+use crate::peer::{GRACE, LAST_GRACE};
 use crate::queue::Shared;
 
-/// What is known of the end of a rank.
-#[derive(Debug, Default)]
-pub(super) struct End {
-    fate: Option<Fate>,
-    /// Something of it came in this turn; there may be more.
-    heard: bool,
-    /// Since when nothing more came although it is gone or its connection has ended, and how often the engine's thread had looked at the control
-    /// connections by then.
-    pub(super) silent: Option<(Instant, u64)>,
-}
-
 impl End {
-    /// A turn has read what there was of it.
-    pub(super) fn hears(&mut self, something: bool) {
-        self.heard = something;
-        if something {
-            self.silent = None;
-        }
-    }
-
     /// True if nothing more comes over its connection, and whatever it had to say about that was heard. `ended`: the connection is read to its end.
     fn is_certain(&mut self, ended: bool, shared: &Shared) -> bool {
         if ended && self.fate.is_some() {

@@ -6,8 +6,8 @@ use super::{Common, Rendezvous};
 use crate::channels::Channel;
 use crate::peer::{ControlLink, ControlNotices, Peer, Way};
 use crate::port::{Memory, Port, Wire};
+use crate::rail::Rail;
 use crate::schedule::Hosts;
-use crate::stripes::Rail;
 use crate::transport::lines::{self, Hold};
 use crate::transport::shm::Bells;
 

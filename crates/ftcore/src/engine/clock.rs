@@ -6,6 +6,7 @@ use std::collections::BinaryHeap;
 use std::sync::{Condvar, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
+use super::sync::spawn;
 use crate::Result;
 
 /// What is looked at when an instant has come.
@@ -63,7 +64,7 @@ pub fn arm(at: Instant, whose: Weak<dyn Timed>) -> Result<()> {
     let first = alarms.heap.peek().is_none_or(|Reverse(alarm)| at < alarm.at);
     alarms.heap.push(Reverse(Alarm { at, whose }));
     if !alarms.running {
-        super::spawn("ox-clock", keep)?;
+        spawn("ox-clock", keep)?;
         alarms.running = true;
     } else if first {
         CLOCK.changed.notify_one();

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Channel;
+use super::machine::Channel;
 use crate::flight_recorder::Summary;
 use crate::{Collective, Configuration, DType, Error, ErrorKind, OpKind};
 

@@ -8,7 +8,8 @@ use std::time::Duration;
 use super::json;
 use super::ring::GroupRing;
 use super::ticks::unix_ns;
-use crate::{Error, Result, lifecycle};
+use crate::exit::leave_at_exit;
+use crate::{Error, Result};
 
 /// Rings of groups that are gone and stay readable.
 const KEPT: usize = 32;
@@ -123,7 +124,7 @@ pub(super) fn after_failure(why: &str) {
             drop(written);
         });
     match spawned {
-        Ok(_) => lifecycle::leave_at_exit(end),
+        Ok(_) => leave_at_exit(end),
         Err(error) => {
             STATE.store(IDLE, Ordering::Release);
             tracing::warn!(%error, "a group has failed, and there is no thread to write what it did last");

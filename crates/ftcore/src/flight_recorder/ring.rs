@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use super::summary::Summary;
 use super::ticks::{Times, now};
-use super::{Summary, files};
 use crate::{Configuration, Error};
 
 /// Accepted, behind earlier ones.
@@ -186,7 +186,8 @@ impl GroupRing {
         }
     }
 
-    pub(super) fn end(&self, index: u64, failure: Option<&Error>) {
+    /// As [`failed`](Self::failed), if there is a failure.
+    pub(super) fn end(&self, index: u64, failure: Option<&Error>) -> Option<String> {
         if let Some((slot, QUEUED | RUNNING)) = self.own(index) {
             if slot.ended.load(Ordering::Relaxed) == 0 {
                 slot.ended.store(now(), Ordering::Relaxed);
@@ -195,38 +196,35 @@ impl GroupRing {
             slot.stamp
                 .store((index + 1) << STATE_BITS | state, Ordering::Release);
             if let Some(error) = failure {
-                self.failed(index, slot.epoch.load(Ordering::Relaxed), error);
+                return self.failed(index, slot.epoch.load(Ordering::Relaxed), error);
             }
         }
+        None
     }
 
-    pub(super) fn refused(&self, summary: &Summary, epoch: u64, seq: u64, error: &Error) {
+    /// As [`failed`](Self::failed); only the first refusal of a configuration is recorded.
+    pub(super) fn refused(&self, summary: &Summary, epoch: u64, seq: u64, error: &Error) -> Option<String> {
         if self.told().refused.replace(epoch) == Some(epoch) {
-            return;
+            return None;
         }
         let at = now();
         let index = self.write(summary, (epoch, seq), REFUSED, [at, 0, at]);
-        self.failed(index, epoch, error);
+        self.failed(index, epoch, error)
     }
 
-    /// Remembers why; the first failure of a configuration has the record written.
-    fn failed(&self, index: u64, epoch: u64, error: &Error) {
+    /// Remembers why. The text, if this is the first failure of its configuration: then the record is to be written.
+    fn failed(&self, index: u64, epoch: u64, error: &Error) -> Option<String> {
         let text = error.to_string();
-        let first = {
-            let mut told = self.told();
-            if told.failures.len() == REMEMBERED {
-                told.failures.pop_front();
-            }
-            let first = told.failed.replace(epoch) != Some(epoch);
-            told.failures.push_back(Failure {
-                index,
-                text: text.clone(),
-            });
-            first
-        };
-        if first {
-            files::after_failure(&text);
+        let mut told = self.told();
+        if told.failures.len() == REMEMBERED {
+            told.failures.pop_front();
         }
+        let first = told.failed.replace(epoch) != Some(epoch);
+        told.failures.push_back(Failure {
+            index,
+            text: text.clone(),
+        });
+        first.then_some(text)
     }
 
     pub(crate) fn close(&self) {

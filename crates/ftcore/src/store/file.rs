@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 
-use super::keys::{MAX_KEY, MAX_VALUE};
+use super::contract::Store;
+use super::keys::{self, MAX_KEY, MAX_VALUE};
 use super::table::{Refusal, Table, leading_number};
-use super::{Store, keys};
 use crate::{Error, ErrorKind, Result, time_left};
 
 const MAGIC: &[u8; 8] = b"OXKVLOG1";

@@ -7,8 +7,9 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use super::contract::Store;
+use super::keys;
 use super::table::{Refusal, Table, leading_number};
-use super::{Store, keys};
 use crate::{Result, time_left};
 
 /// A store inside one process. Clones share their contents.

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Store;
+use super::contract::Store;
 use crate::{Cancel, Result};
 
 /// A store whose keys all live under `prefix + "/"` of another store. Clones share the inner store.

@@ -2,9 +2,9 @@
 
 use std::marker::PhantomData;
 
+use super::isa::Isa;
 use super::rounding::Round;
 use super::scale::put;
-use super::simd::Isa;
 use super::small::{self, Small};
 use super::tiles::Layout;
 

@@ -3,10 +3,10 @@
 
 use std::marker::PhantomData;
 
+use super::isa::Isa;
 use super::pack;
 use super::rounding::Round;
 use super::scale::{self, Scale, put};
-use super::simd::Isa;
 use super::small::INFINITE;
 use super::tiles::{Blocks, PART};
 

@@ -107,6 +107,7 @@ fn transform(values: &mut [f32; GROUP]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::isa::Isa;
     use super::super::simd::{self, Simd};
     use super::*;
 
@@ -191,7 +192,7 @@ mod tests {
         type Output = bool;
 
         #[inline(always)]
-        fn run<I: simd::Isa>(self) -> bool {
+        fn run<I: Isa>(self) -> bool {
             let mut from = [1.0; GROUP];
             from[77] = self.0;
             I::rotate(&Signs::new(7), &from, &mut [0.0; GROUP], &mut [0; 2])

@@ -2,12 +2,13 @@
 //!
 //! Data flow: [`Codec`] picks the format; `tiles` says how encodings lie in the bytes; `grid` (integers, with `scale` and
 //! `pack`), `rotated` (with `hadamard`), `mx` and `casts` (with `small`) are the formats; `rounding` picks between two codes; `simd` runs it
-//! all with the machine's instructions. Every step is a plain IEEE f32 operation in a fixed order, never a fused one (but where
+//! all with the machine's instructions (`isa`: what is written for each of their sets). Every step is a plain IEEE f32 operation in a fixed order, never a fused one (but where
 //! the product is exact, so that it rounds alike), so the bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
 
 mod casts;
 mod grid;
 mod hadamard;
+mod isa;
 mod mx;
 mod names;
 mod pack;
@@ -27,6 +28,7 @@ pub use simd::Simd;
 
 use casts::Cast;
 use grid::{Int2, Int4, Int8, Scaled};
+use isa::Isa;
 use mx::Mx;
 use rotated::Rotated;
 use rounding::{Nearest, Round, Stochastic};
@@ -106,7 +108,7 @@ impl<L: Layout, R: Round> simd::Pass for Encode<'_, L, R> {
     type Output = usize;
 
     #[inline(always)]
-    fn run<I: simd::Isa>(self) -> usize {
+    fn run<I: Isa>(self) -> usize {
         self.layout.encode::<R, I>(self.values, self.at, self.out)
     }
 }
@@ -121,7 +123,7 @@ impl<L: Layout, const ADD: bool> simd::Pass for Decode<'_, L, ADD> {
     type Output = ();
 
     #[inline(always)]
-    fn run<I: simd::Isa>(self) {
+    fn run<I: Isa>(self) {
         self.layout.decode::<ADD, I>(self.bytes, self.out);
     }
 }

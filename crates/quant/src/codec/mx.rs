@@ -2,9 +2,9 @@
 //!
 //! Scaling by a power of two and the way back are exact, so all error is in the one rounding to the element type.
 
+use super::isa::Isa;
 use super::rounding::Round;
 use super::scale::{self, put};
-use super::simd::Isa;
 use super::small::{self, E4M3, INFINITE, Small};
 use super::tiles::{Blocks, PART};
 

@@ -2,10 +2,11 @@
 
 use super::grid::{Int4, decode_block, encode_block, encode_part};
 use super::hadamard::{GROUP, Signs, TOO_LARGE};
+use super::isa::Isa;
 use super::pack;
 use super::rounding::Round;
 use super::scale::{self, Scale, put};
-use super::simd::{Isa, Reference};
+use super::simd::Reference;
 use super::tiles::{Blocks, PART};
 
 const BLOCK: usize = 64;

@@ -4,8 +4,8 @@
 //! Two planes keep the codes aligned and contiguous; tiles keep both in the cache, and let whole tiles be encoded or decoded
 //! one after the other, with the same bytes as all at once.
 
+use super::isa::Isa;
 use super::rounding::Round;
-use super::simd::Isa;
 
 /// Values per tile; a multiple of every block, so that slices may be cut there without a change of the bytes.
 pub(super) const TILE: usize = 8192;

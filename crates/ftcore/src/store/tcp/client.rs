@@ -18,7 +18,7 @@ use super::link::{TimeLimit, Watched, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::identity::hello::Refused;
 use crate::lifecycle::nonce;
-use crate::store::Store;
+use crate::store::contract::Store;
 use crate::store::keys::{self, MAX_KEY};
 use crate::store::table::{Refusal, sum};
 use crate::{Cancel, Credentials, Error, ErrorKind, Result, deadline_in, time_left};

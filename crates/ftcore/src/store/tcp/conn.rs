@@ -9,8 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::hello_topic;
-use super::link::{Link, TimeLimit, Watched, is_late, reason_of};
+use super::link::{Link, TimeLimit, Watched, hello_topic, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::identity::hello::{Handshake, Refused, may_be_hello};
 use crate::lifecycle::nonce;

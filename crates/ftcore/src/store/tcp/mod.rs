@@ -19,12 +19,5 @@ mod server;
 mod tests;
 mod wire;
 
-use crate::identity::hello::{NO_RANK, Topic};
-
 pub use client::TcpStore;
 pub use server::{TcpStoreServer, epoch_prefix};
-
-/// What the hello of a store's connections is for: clients have no rank.
-fn hello_topic() -> Topic {
-    Topic::new("store", 0, NO_RANK, NO_RANK)
-}

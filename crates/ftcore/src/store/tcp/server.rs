@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::doors::{Doors, Limits, network};
 use super::engine::{Engine, Entry, Progress, Ticket};
-use super::hello_topic;
-use super::link::{Bell, Link, TimeLimit, is_late, watch_listener};
+use super::link::{Bell, Link, TimeLimit, hello_topic, is_late, watch_listener};
 use super::wire::{self, Budget, Held, Request};
 use crate::identity::hello::{self, Handshake, Reason, Refused};
 use crate::identity::{TurnedAway, may_listen};
@@ -210,25 +209,25 @@ impl TcpStoreServer {
 
     /// How many waits and barriers are pending.
     #[cfg(test)]
-    pub(in crate::store) fn waiting(&self) -> usize {
+    pub(crate) fn waiting(&self) -> usize {
         self.shared.engine.waiting()
     }
 
     /// What the connections make the server hold, in bytes.
     #[cfg(test)]
-    pub(in crate::store) fn held(&self) -> usize {
+    pub(crate) fn held(&self) -> usize {
         self.shared.budget.used()
     }
 
     /// How many connections there have been.
     #[cfg(test)]
-    pub(in crate::store) fn opened(&self) -> u64 {
+    pub(crate) fn opened(&self) -> u64 {
         self.shared.doors().next
     }
 
     /// How many connections are open.
     #[cfg(test)]
-    pub(in crate::store) fn connections(&self) -> usize {
+    pub(crate) fn connections(&self) -> usize {
         self.shared.doors().open.len()
     }
 }

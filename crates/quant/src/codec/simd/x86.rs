@@ -2,8 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::{Isa, Pass, Reference};
+use super::{Pass, Reference};
 use crate::codec::hadamard::{GROUP, Signs, fits};
+use crate::codec::isa::Isa;
 use crate::codec::tiles::PART;
 
 pub(super) fn has_avx2() -> bool {
