@@ -4,6 +4,7 @@
 //! for, and every collective behind it. With communicators of their own, messages are ordered per peer and direction and by nothing
 //! else. One is made when its first message is submitted on both sides; that takes time, which is why a thread does it.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -20,10 +21,6 @@ use crate::cuda::stream::CudaStream;
 use crate::driver::{NcclDriver, Shared, lock};
 use crate::raw::{Comm, nccl};
 use crate::threads;
-
-mod parcel;
-
-use parcel::Parcel;
 
 /// One message on its way into a channel.
 struct Message {
@@ -311,4 +308,157 @@ fn connect(shared: &Shared, key: Key, deadline: Instant) -> Result<Comm> {
         2,
         &shared.settings.wish(&name),
     )
+}
+
+/// How far an operation is.
+struct State {
+    /// Until everything is enqueued, or the group has failed.
+    cargo: Option<(Held, Ticket<NcclDriver>)>,
+    /// The ends of the parts that are enqueued.
+    events: Vec<Arc<CudaEvent>>,
+    /// Parts that are being enqueued.
+    entering: usize,
+    /// A part failed half way: nothing proves that its memory is free.
+    broken: bool,
+}
+
+/// A message, or a batch of them, until every part is enqueued on the stream of its channel. Then the table of operations in flight has it.
+struct Parcel {
+    parts: usize,
+    state: Mutex<State>,
+}
+
+/// A part that is being enqueued; dropped before [`enqueued`](Self::enqueued), it has failed.
+struct Part<'a> {
+    parcel: &'a Parcel,
+    through: bool,
+}
+
+impl Parcel {
+    fn new(parts: usize, held: Held, ticket: Ticket<NcclDriver>) -> Self {
+        Self {
+            parts,
+            state: Mutex::new(State {
+                cargo: Some((held, ticket)),
+                events: Vec::new(),
+                entering: 0,
+                broken: false,
+            }),
+        }
+    }
+
+    /// Announces that a part is about to be enqueued. None if the operation is over.
+    fn begin(&self) -> Option<Part<'_>> {
+        let mut state = lock(&self.state);
+        state.cargo.as_ref()?;
+        state.entering += 1;
+        Some(Part {
+            parcel: self,
+            through: false,
+        })
+    }
+
+    /// True while a part is on its way to the device.
+    fn is_entering(&self) -> bool {
+        lock(&self.state).entering > 0
+    }
+
+    /// The group fails because of this operation.
+    fn fail(&self, error: Error) {
+        let named = |ticket: &Ticket<NcclDriver>| (ticket.engine().clone(), ticket.number());
+        let of = lock(&self.state).cargo.as_ref().map(|(_, ticket)| named(ticket));
+        if let Some((engine, number)) = of {
+            engine.fail_by(number, error);
+        }
+    }
+
+    fn give_up(&self) {
+        if let Some((held, _)) = &mut lock(&self.state).cargo {
+            held.suspect();
+        }
+    }
+
+    /// The group has failed: what is enqueued is waited for, what never was is free, what failed half way is leaked.
+    fn close(&self, shared: &Shared) {
+        let (cargo, events, lost) = {
+            let mut state = lock(&self.state);
+            let lost = state.broken || state.entering > 0;
+            (state.cargo.take(), std::mem::take(&mut state.events), lost)
+        };
+        let Some((held, ticket)) = cargo else { return };
+        lock(&shared.channels.open).remove(&ticket.number());
+        let error = shared
+            .failure()
+            .unwrap_or_else(|| Error::new(ErrorKind::Aborted, "the group has ended"));
+        match events.is_empty() {
+            _ if lost => ticket.fail(error, Vec::new()),
+            true => ticket.fail(error, held.free()),
+            false => shared.in_flight.add(held, Arc::new(All(events)), ticket),
+        }
+    }
+}
+
+impl Part<'_> {
+    /// It is enqueued up to `event`. With the last part the caller is told of an event that stands for all.
+    fn enqueued(mut self, shared: &Shared, event: Arc<CudaEvent>) {
+        self.through = true;
+        let (cargo, events) = {
+            let mut state = lock(&self.parcel.state);
+            state.events.push(event);
+            if state.events.len() < self.parcel.parts {
+                return;
+            }
+            (state.cargo.take(), std::mem::take(&mut state.events))
+        };
+        let Some((held, ticket)) = cargo else { return };
+        lock(&shared.channels.open).remove(&ticket.number());
+        let (engine, number) = (ticket.engine().clone(), ticket.number());
+        let joined = joined(shared, &events);
+        if let Ok(done) = &joined {
+            ticket.recorded(done.clone());
+        }
+        shared.in_flight.add(held, Arc::new(All(events)), ticket);
+        if let Err(error) = joined {
+            engine.fail_by(number, error);
+        }
+    }
+}
+
+impl Drop for Part<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.parcel.state);
+        state.entering -= 1;
+        state.broken |= !self.through;
+    }
+}
+
+/// One event of the device for those of several streams.
+fn joined(shared: &Shared, events: &[Arc<CudaEvent>]) -> Result<Arc<dyn Event>> {
+    if let [one] = events {
+        return Ok(one.clone());
+    }
+    let meeting = CudaStream::new(&shared.gpu, false)?;
+    events.iter().try_for_each(|e| meeting.wait(&**e))?;
+    meeting.record()
+}
+
+/// All events, for the host.
+struct All(Vec<Arc<CudaEvent>>);
+
+impl Event for All {
+    fn query(&self) -> Result<bool> {
+        let mut reached = true;
+        for event in &self.0 {
+            reached &= event.query()?;
+        }
+        Ok(reached)
+    }
+
+    fn synchronize(&self, deadline: Instant) -> Result<()> {
+        self.0.iter().try_for_each(|event| event.synchronize(deadline))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
 }

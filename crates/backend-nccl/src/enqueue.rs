@@ -13,8 +13,9 @@ use nccl_sys::{DataType, RedOp, dtype, redop};
 
 use crate::cuda::gpu::Gpu;
 use crate::cuda::kernels::{Extreme, Kernel, key_dtype};
-use crate::cuda::memory::{Block, Slot};
+use crate::cuda::memory::Block;
 use crate::cuda::raw::{Span, StreamHandle};
+use crate::cuda::slots::Slot;
 use crate::driver::Shared;
 use crate::raw::{Calls, factor_bits, native};
 
@@ -502,7 +503,7 @@ impl Job<'_> {
             scratch.contributors = shared.place.world;
         }
         match &scratch.slot {
-            Some(slot) if !barrier => gpu.slots()?.fetch(gpu, slot, self.stream),
+            Some(slot) if !barrier => gpu.slots()?.fetch(slot, self.stream),
             _ => Ok(()),
         }
     }

@@ -33,7 +33,7 @@ use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
 use nccl_sys::OLDEST;
 
 pub use cuda::accelerator::CudaAccelerator;
-pub use cuda::raw::CudaProgram;
+pub use cuda::raw::program::CudaProgram;
 pub use group::{NcclBackend, NcclGroup};
 
 /// Makes NCCL groups for the registry.

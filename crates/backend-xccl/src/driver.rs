@@ -25,8 +25,8 @@ use crate::raw::lent::{Held, Lent, lend};
 use crate::recipe::Recipe;
 use crate::tally::Tally;
 use crate::traffic::Counters;
-use crate::xpu;
 use crate::xpu::comm::Side;
+use crate::xpu::ops as device_ops;
 
 /// One configuration of a group at work.
 pub(crate) type Engine = engine::Engine<XcclDriver>;
@@ -253,7 +253,7 @@ impl XcclDriver {
                     None => ops::run(link, &recipe, dtype, &mut self.borrow(id)?, count),
                     Some(side) => {
                         side.begin(&recipe, &order, deadline)?;
-                        xpu::ops::run(side, link, &recipe, dtype, &order, &self.borrow(id)?, count)
+                        device_ops::run(side, link, &recipe, dtype, &order, &self.borrow(id)?, count)
                     }
                 }
             });

@@ -12,12 +12,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Accelerator, Crossing, Device, Error, Event, ProcessGroup, Result, Staged, Stream, Tensor, accelerator,
-    crossing, deadline_in,
+    Accelerator, Crossing, Device, Error, Event, Result, Stream, Tensor, accelerator, crossing, deadline_in,
 };
 
-use crate::group::IsolatedGroup;
-use crate::options::IsolateOptions;
 use crate::pool::Region;
 
 /// How long copies on the device may take that nothing holds up.
@@ -125,26 +122,6 @@ impl Mode {
         }
         Shared::new(device).map(|shared| Self::Shared(Arc::new(shared)))
     }
-}
-
-/// An isolated group, whatever its device: with device memory that crosses, where it can, otherwise staged through host memory on
-/// both sides; a note `crossing` in its capabilities says which, and why.
-///
-/// Errors: as [`IsolatedGroup::new`].
-pub fn open(options: IsolateOptions) -> Result<Box<dyn ProcessGroup>> {
-    if options.device.is_cpu() {
-        return Ok(Box::new(IsolatedGroup::new(options)?));
-    }
-    let why = match IsolatedGroup::new(options.clone()) {
-        Ok(group) => return Ok(Box::new(group)),
-        Err(why) => why,
-    };
-    let (device, timeout) = (options.device.clone(), options.options.timeout);
-    let backend = options.backend.clone();
-    // What is wrong with more than the crossing fails here too, with the same words.
-    let inner = IsolatedGroup::with(options, Mode::Landed, Some(&why))?;
-    tracing::warn!(backend, %device, %why, "tensors of an isolated group are staged through host memory");
-    Ok(Box::new(Staged::new(Arc::new(inner), &device, timeout)?))
 }
 
 /// Orders an operation on host memory after the present end of `stream`, before its inputs are read.

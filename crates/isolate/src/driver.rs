@@ -3,7 +3,7 @@
 //! The group in the child keeps an order and deadlines of its own, so operations are handed over at once, blocking ones by their callers. Here are
 //! those that are in the child, with their memory (INV-8), until it reports their end or has ended itself; and what becomes of the child when the
 //! group fails. What fails in the child alone leaves it alive. Any other failure ends it: the other ranks hear of that first, from the group in the child
-//! if its backend tells them, else through the [`Notices`].
+//! if its backend tells them, else through the [`Watch`].
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{self, Driver, Ended, Held, Job, Label, Outcome, Place, Rules, Stage, Ticket, spawn};
 use ftcore::{Collective, Completion, Error, ErrorKind, Result, Tensor, later, time_left};
 
-use crate::link::{Claim, Link, Moved};
-use crate::notices::Notices;
+use crate::link::{Claim, LEAVE, Link, Moved, TELLING};
 use crate::staging::Staged;
+use crate::watch::Watch;
 use crate::wire::frames::{Done, Order, address};
 
 /// One configuration of a group at work.
@@ -28,13 +28,6 @@ pub(crate) const RULES: Rules = Rules {
     grace: Duration::from_secs(10),
     gives_up: true,
 };
-/// How long the other ranks are told of a failure until pending work fails: INV-2 gives 100 ms in all. A child that then has no memory of the
-/// caller's may go on until `LEAVE`: on a busy machine it may not have had a core yet.
-pub(crate) const TELLING: Duration = Duration::from_millis(60);
-/// How long a child may take to tell the other ranks of the leave and exit, or to end what its group has failed with.
-pub(crate) const LEAVE: Duration = Duration::from_millis(500);
-/// Between the notice of a failure and the end of a child, so that all ranks hear the reason before they see a death.
-pub(crate) const AHEAD: Duration = Duration::from_millis(20);
 
 /// What is submitted.
 pub(crate) struct Call {
@@ -176,7 +169,7 @@ pub(crate) struct ChildDriver {
     /// Its backend tells the other ranks of an abort.
     tells: bool,
     /// Where the backend does not tell the other ranks; one for all groups of the child.
-    notices: Option<Arc<Notices>>,
+    notices: Option<Arc<dyn Watch>>,
     /// The group is being dropped: the others in the child stay.
     dropped: AtomicBool,
     table: Mutex<Table>,
@@ -188,7 +181,7 @@ impl ChildDriver {
         place: Place,
         name: Arc<str>,
         tells: bool,
-        notices: Option<Arc<Notices>>,
+        notices: Option<Arc<dyn Watch>>,
     ) -> Self {
         Self {
             link: claim.link.clone(),
@@ -218,7 +211,7 @@ impl ChildDriver {
     }
 
     /// The watch over the other ranks, if there is one.
-    pub(crate) fn notices(&self) -> Option<&Arc<Notices>> {
+    pub(crate) fn notices(&self) -> Option<&Arc<dyn Watch>> {
         self.notices.as_ref()
     }
 
@@ -419,7 +412,7 @@ impl ChildDriver {
     fn end(&self, failure: &Error, reason: &str) {
         let (link, reason) = (&self.link, reason.to_string());
         if let Some(notices) = &self.notices {
-            notices.tell(failure);
+            notices.clone().tell(failure);
         } else if !self.tells {
             link.end(failure.clone(), None, Duration::ZERO);
         } else if self.number == 0 && (link.is_alone() || !self.dropped.load(Ordering::Acquire)) {

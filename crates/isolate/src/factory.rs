@@ -1,14 +1,35 @@
-//! Isolated groups for the registry: a backend wrapped so that its groups run in child processes, under the same name.
+//! Isolated groups whatever their device, and for the registry: a backend wrapped so that its groups run in child processes, under the same
+//! name.
 
 use std::sync::Arc;
 
 use ftcore::registry::{Backend, BackendFactory};
-use ftcore::{Capabilities, Device, DeviceKind, Feature, GroupOptions, ProcessGroup, Result};
+use ftcore::{Capabilities, Device, DeviceKind, Feature, GroupOptions, ProcessGroup, Result, Staged};
 
 use crate::child;
-use crate::crossing::{Mode, open};
-use crate::group::isolated;
+use crate::crossing::Mode;
+use crate::group::{IsolatedGroup, isolated};
 use crate::options::IsolateOptions;
+
+/// An isolated group, whatever its device: with device memory that crosses, where it can, otherwise staged through host memory on
+/// both sides; a note `crossing` in its capabilities says which, and why.
+///
+/// Errors: as [`IsolatedGroup::new`].
+pub fn open(options: IsolateOptions) -> Result<Box<dyn ProcessGroup>> {
+    if options.device.is_cpu() {
+        return Ok(Box::new(IsolatedGroup::new(options)?));
+    }
+    let why = match IsolatedGroup::new(options.clone()) {
+        Ok(group) => return Ok(Box::new(group)),
+        Err(why) => why,
+    };
+    let (device, timeout) = (options.device.clone(), options.options.timeout);
+    let backend = options.backend.clone();
+    // What is wrong with more than the crossing fails here too, with the same words.
+    let inner = IsolatedGroup::with(options, Mode::Landed, Some(&why))?;
+    tracing::warn!(backend, %device, %why, "tensors of an isolated group are staged through host memory");
+    Ok(Box::new(Staged::new(Arc::new(inner), &device, timeout)?))
+}
 
 /// Makes isolated groups of one backend.
 pub struct IsolatedFactory {

@@ -18,13 +18,14 @@ use ftcore::{
 use crate::child;
 use crate::child_pool;
 use crate::crossing::Mode;
-use crate::driver::{Call, ChildDriver, Engine, LEAVE, RULES, TELLING, give_up};
-use crate::link::{Claim, Link};
+use crate::driver::{Call, ChildDriver, Engine, RULES, give_up};
+use crate::link::{Claim, LEAVE, Link, TELLING};
 use crate::notices::{self, Notices};
 use crate::options::IsolateOptions;
 use crate::pool::Pool;
 use crate::spare::Spare;
 use crate::staging::{Staged, stage};
+use crate::watch::Watch;
 use crate::wire::frames::{Order, Settled, submit};
 use crate::wire::op;
 
@@ -289,7 +290,8 @@ impl IsolatedGroup {
         let notices = is_watched
             .then(|| Notices::new(configuration, link))
             .transpose()?;
-        let engine = self.start(Place::of(configuration), settled, notices.as_ref())?;
+        let watch = notices.clone().map(|notices| notices as Arc<dyn Watch>);
+        let engine = self.start(Place::of(configuration), settled, watch.as_ref())?;
         if let Some(notices) = notices {
             let watched = notices.watch(configuration);
             watched.inspect_err(|_| engine.abort("it cannot watch the other ranks"))?;
@@ -298,7 +300,7 @@ impl IsolatedGroup {
     }
 
     /// The engine over a group in the child that is configured.
-    fn start(&self, place: Place, settled: Settled, notices: Option<&Arc<Notices>>) -> Result<Arc<Engine>> {
+    fn start(&self, place: Place, settled: Settled, notices: Option<&Arc<dyn Watch>>) -> Result<Arc<Engine>> {
         let state = self.lock();
         let ended = || Error::new(ErrorKind::InvalidState, "the group was shut down meanwhile");
         let claim = state.claim.as_ref().ok_or_else(ended)?;

@@ -18,13 +18,13 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::channel::{self, Filled, Receiver};
-use crate::driver::{Engine, LEAVE};
-use crate::notices::Notices;
+use crate::driver::Engine;
 use crate::options::IsolateOptions;
 use crate::output::Tail;
 use crate::pool::{Known, Memory, Pool, Segment};
 use crate::staging::Staged;
 use crate::store::serve::Stores;
+use crate::watch::Watch;
 use crate::wire::frames::{Order, Report, Settled};
 use crate::wire::odd;
 
@@ -32,6 +32,11 @@ use crate::wire::odd;
 const SEND: Duration = Duration::from_secs(5);
 /// The same for what the keeper sends, which has more to do.
 const SEND_BESIDE: Duration = Duration::from_millis(50);
+/// How long the other ranks are told of a failure until pending work fails: INV-2 gives 100 ms in all. A child that then has no memory of the
+/// caller's may go on until `LEAVE`: on a busy machine it may not have had a core yet.
+pub(crate) const TELLING: Duration = Duration::from_millis(60);
+/// How long a child may take to tell the other ranks of the leave and exit, or to end what its group has failed with.
+pub(crate) const LEAVE: Duration = Duration::from_millis(500);
 /// How often a caller on the express socket looks whether its operation has ended otherwise.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -64,7 +69,7 @@ struct State {
     engines: HashMap<u32, Weak<Engine>>,
     /// What a group failed with whose engine had not started, and at which epoch.
     early: HashMap<u32, (u64, Error)>,
-    notices: Weak<Notices>,
+    notices: Option<Weak<dyn Watch>>,
     /// Copies of tensors that the child may still touch.
     quarantine: Vec<Staged>,
     calls: HashMap<u32, SyncSender<Answer>>,
@@ -92,6 +97,10 @@ impl State {
 
     fn engines(&self) -> Vec<Arc<Engine>> {
         self.engines.values().filter_map(Weak::upgrade).collect()
+    }
+
+    fn notices(&self) -> Option<Arc<dyn Watch>> {
+        self.notices.as_ref().and_then(Weak::upgrade)
     }
 }
 
@@ -255,12 +264,12 @@ impl Link {
     // ---- its groups
 
     /// From now on `engine` hears what the child says of group `number`, and the child's watch over the other ranks is this one.
-    pub(crate) fn serve(&self, number: u32, engine: &Arc<Engine>, notices: Option<&Arc<Notices>>) {
+    pub(crate) fn serve(&self, number: u32, engine: &Arc<Engine>, notices: Option<&Arc<dyn Watch>>) {
         let mut state = self.lock();
         state.engines.retain(|_, engine| engine.strong_count() > 0);
         state.engines.insert(number, Arc::downgrade(engine));
         if let Some(notices) = notices {
-            state.notices = Arc::downgrade(notices);
+            state.notices = Some(Arc::downgrade(notices));
         }
         let early = state.early.remove(&number);
         let early = early.filter(|(epoch, _)| *epoch == engine.place().epoch);
@@ -487,7 +496,7 @@ impl Link {
     /// Takes a report; false if it is held back. `Protocol` if the child reports what was never asked.
     pub(crate) fn take(&self, report: Report) -> Result<bool> {
         let notices = match report.is_loss() {
-            true => self.lock().notices.upgrade(),
+            true => self.lock().notices(),
             false => None,
         };
         let report = match notices {
@@ -659,7 +668,7 @@ impl Link {
             let mut state = self.lock();
             state.gone.get_or_insert_with(|| error.clone());
             state.quarantine.clear();
-            (state.engines(), state.notices.upgrade(), state.claims > 0)
+            (state.engines(), state.notices(), state.claims > 0)
         };
         // What it said of another rank before it ended tells more than its end.
         notices.into_iter().for_each(|notices| notices.settle());

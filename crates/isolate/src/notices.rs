@@ -21,11 +21,13 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::driver::{AHEAD, LEAVE, TELLING};
-use crate::link::Link;
+use crate::link::{LEAVE, Link, TELLING};
 use crate::store::{decode, encode};
+use crate::watch::Watch;
 use crate::wire::frames::Report;
 
+/// Between the notice of a failure and the end of a child, so that all ranks hear the reason before they see a death.
+const AHEAD: Duration = Duration::from_millis(20);
 /// How often the watch looks at what is not signalled: a rank that is needed although it left.
 const LOOK: Duration = Duration::from_millis(50);
 /// The store is asked for a notice again after this; a notice itself comes at once.
@@ -225,51 +227,6 @@ impl Notices {
         was_open
     }
 
-    /// One more group of the child begins.
-    pub(crate) fn join(&self) {
-        self.lock().groups += 1;
-    }
-
-    /// A group of this rank has failed: tells the others why, unless they know, then ends the child. Never blocks.
-    pub(crate) fn tell(self: &Arc<Self>, failure: &Error) {
-        if !self.close() {
-            // Who ended the watch settles, once all groups have failed: what is held back must not be taken for the cause before.
-            return self.end_child(failure);
-        }
-        // Its end is not to overtake a store that takes longer than pending work waits.
-        self.link.end_after(failure.clone(), None, TELLING, LEAVE);
-        self.settle();
-        let (telling, told) = mpsc::channel::<()>();
-        // This process may end at once: not before that is said.
-        leave_at_exit(told);
-        let (this, error) = (self.clone(), failure.clone());
-        let started = spawn("ox-itell", move || {
-            this.post(&error);
-            this.link.end(error, None, AHEAD);
-            drop(telling);
-        });
-        if let Err(error) = started {
-            tracing::warn!(rank = self.rank, %error, "the other ranks are not told of a failure");
-        }
-    }
-
-    /// A group leaves in good order: the others are told that this rank does if it is the last.
-    pub(crate) fn leave(&self) {
-        let is_last = {
-            let mut state = self.lock();
-            state.groups = state.groups.saturating_sub(1);
-            state.groups == 0
-        };
-        if !is_last || !self.close() {
-            return;
-        }
-        self.settle();
-        let key = self.key(&format!("{}/left", self.rank));
-        if let Err(error) = self.store.set(&key, b"1", deadline_in(CALL)) {
-            tracing::debug!(%error, "the other ranks could not be told that this rank leaves");
-        }
-    }
-
     /// Another rank has failed: so have the groups of this child. Nothing if the watch is over.
     fn failed(&self, error: Error) {
         if self.close() {
@@ -341,26 +298,6 @@ impl Notices {
         Ok(Some(error.with_peer(told.context().peer.unwrap_or(origin))))
     }
 
-    /// Holds back a report of a loss until the store has been asked; gives it back if nothing more can be known.
-    pub(crate) fn hold(self: &Arc<Self>, report: Report) -> Option<Report> {
-        let mut state = self.lock();
-        // What fails now fails for a reason that is known.
-        let is_known = self.link.unusable().is_some() || !state.is_watching;
-        if state.is_closed || is_known {
-            return Some(report);
-        }
-        state.held.push(report);
-        if !std::mem::replace(&mut state.is_asking, true) {
-            drop(state);
-            let asking = self.clone();
-            if let Err(error) = spawn("ox-iasks", move || asking.ask()) {
-                tracing::warn!(rank = self.rank, %error, "a loss is taken as confirmed without asking why");
-                self.settle();
-            }
-        }
-        None
-    }
-
     /// A rank is lost, as the child says: why, if a rank has said so. A rank that ends its child says it before, so that one answer of the
     /// store is enough; one that is gone, or does not answer in time, leaves a loss.
     fn ask(&self) {
@@ -375,25 +312,6 @@ impl Notices {
             }
         }
         self.settle();
-    }
-
-    /// The store was asked, or need not be any more: what is held back counts, if only as what the group had failed with before.
-    pub(crate) fn settle(&self) {
-        loop {
-            let held = {
-                let mut state = self.lock();
-                state.is_asking = !state.held.is_empty();
-                std::mem::take(&mut state.held)
-            };
-            if held.is_empty() {
-                return;
-            }
-            for report in held {
-                if let Err(error) = self.link.carry_out(report) {
-                    self.link.end(error, None, Duration::ZERO);
-                }
-            }
-        }
     }
 
     /// The thread that watches the others' processes.
@@ -461,6 +379,87 @@ impl Notices {
             Ok(word) => word,
             Err(e) if is_refused(&e) => Word::None,
             Err(_) => Word::Unheard,
+        }
+    }
+}
+
+impl Watch for Notices {
+    fn join(&self) {
+        self.lock().groups += 1;
+    }
+
+    fn tell(self: Arc<Self>, failure: &Error) {
+        if !self.close() {
+            // Who ended the watch settles, once all groups have failed: what is held back must not be taken for the cause before.
+            return self.end_child(failure);
+        }
+        // Its end is not to overtake a store that takes longer than pending work waits.
+        self.link.end_after(failure.clone(), None, TELLING, LEAVE);
+        self.settle();
+        let (telling, told) = mpsc::channel::<()>();
+        // This process may end at once: not before that is said.
+        leave_at_exit(told);
+        let (this, error) = (self.clone(), failure.clone());
+        let started = spawn("ox-itell", move || {
+            this.post(&error);
+            this.link.end(error, None, AHEAD);
+            drop(telling);
+        });
+        if let Err(error) = started {
+            tracing::warn!(rank = self.rank, %error, "the other ranks are not told of a failure");
+        }
+    }
+
+    fn leave(&self) {
+        let is_last = {
+            let mut state = self.lock();
+            state.groups = state.groups.saturating_sub(1);
+            state.groups == 0
+        };
+        if !is_last || !self.close() {
+            return;
+        }
+        self.settle();
+        let key = self.key(&format!("{}/left", self.rank));
+        if let Err(error) = self.store.set(&key, b"1", deadline_in(CALL)) {
+            tracing::debug!(%error, "the other ranks could not be told that this rank leaves");
+        }
+    }
+
+    fn hold(self: Arc<Self>, report: Report) -> Option<Report> {
+        let mut state = self.lock();
+        // What fails now fails for a reason that is known.
+        let is_known = self.link.unusable().is_some() || !state.is_watching;
+        if state.is_closed || is_known {
+            return Some(report);
+        }
+        state.held.push(report);
+        if !std::mem::replace(&mut state.is_asking, true) {
+            drop(state);
+            let asking = self.clone();
+            if let Err(error) = spawn("ox-iasks", move || asking.ask()) {
+                tracing::warn!(rank = self.rank, %error, "a loss is taken as confirmed without asking why");
+                self.settle();
+            }
+        }
+        None
+    }
+
+    fn settle(&self) {
+        loop {
+            let held = {
+                let mut state = self.lock();
+                state.is_asking = !state.held.is_empty();
+                std::mem::take(&mut state.held)
+            };
+            if held.is_empty() {
+                return;
+            }
+            for report in held {
+                if let Err(error) = self.link.carry_out(report) {
+                    self.link.end(error, None, Duration::ZERO);
+                }
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Finding the CUDA driver, once per process, and its errors in words.
+//! Finding the CUDA driver, once per process.
 //!
 //! `OXCCL_CUDA_PATH` names the driver library (a file); without it the loader's `libcuda.so.1` is taken, which the NVIDIA driver
 //! installs. Nothing is opened before the first question, and a machine without a driver gets a reason, never a panic.
@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::Result;
 
 use super::raw::Driver;
 
@@ -31,14 +31,4 @@ pub(crate) fn driver() -> Result<&'static Driver> {
 /// How many devices there are; the error says why it cannot be known.
 pub(crate) fn device_count() -> Result<u32> {
     driver()?.device_count()
-}
-
-/// An error for a failed driver call.
-pub(crate) fn failed(call: &str, code: i32, text: &str) -> Error {
-    let kind = match code {
-        // Out of memory, and everything that leaves the context unusable, is the library's affair.
-        _ if call == "cuInit" => ErrorKind::Unsupported,
-        _ => ErrorKind::Backend,
-    };
-    Error::new(kind, format!("CUDA driver: {call}: {text}")).with_code(i64::from(code))
 }

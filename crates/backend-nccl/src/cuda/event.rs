@@ -2,11 +2,12 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ftcore::{Error, Event, Result, time_left};
+use ftcore::{Event, Result};
 
 use super::gpu::Gpu;
+use super::poll::poll;
 use super::raw::{EventHandle, IpcHandle, StreamHandle};
 
 /// A recorded point in a stream.
@@ -75,26 +76,6 @@ impl CudaEvent {
     pub(crate) fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
-}
-
-/// Polls `ready` until it says true: without sleeping at first, then ever longer, at most half a millisecond.
-pub(crate) fn poll(deadline: Instant, what: &str, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
-    let mut pause = Duration::from_micros(5);
-    for round in 0u32.. {
-        if ready()? {
-            return Ok(());
-        }
-        if time_left(deadline).is_zero() {
-            return Err(Error::timeout(format!("{what} was not reached by the deadline")));
-        }
-        if round < 20 {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(pause.min(time_left(deadline)));
-            pause = (pause * 2).min(Duration::from_micros(500));
-        }
-    }
-    Ok(())
 }
 
 impl Event for CudaEvent {

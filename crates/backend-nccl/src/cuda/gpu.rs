@@ -9,9 +9,9 @@ use ftcore::{Device, DeviceKind, Error, Result};
 use super::driver::driver;
 use super::event::CudaEvent;
 use super::kernels::{self, Kernel};
-use super::memory::Slots;
 use super::pinned;
 use super::raw::{Attribute, Context, Driver, EventHandle, Function, IpcHandle, Span, StreamHandle};
+use super::slots::Slots;
 
 /// Events kept for reuse; making one costs a microsecond and sometimes a lock of the driver.
 const CACHED_EVENTS: usize = 1024;
@@ -196,8 +196,9 @@ impl Gpu {
         if let Some(slots) = self.slots.get() {
             return Ok(slots);
         }
+        let _inside = self.enter()?;
         // A failure is not kept: memory that is missing now may be there at the next try.
-        let made = Slots::new(self)?;
+        let made = Slots::new(self.driver, self.alloc_stream)?;
         Ok(self.slots.get_or_init(|| made))
     }
 

@@ -43,7 +43,7 @@ impl Drop for Shared {
         in_background("ox-cuda-free", move || {
             let freed = gpu.enter().and_then(|_inside| gpu.driver.unshare(span, own));
             if let Err(error) = freed {
-                lost::on_device(&gpu, span, "shared device memory", error);
+                lost::on_device(gpu.device(), span, "shared device memory", error);
             }
         });
     }

@@ -2,14 +2,13 @@
 
 use std::fmt::Display;
 
-use ftcore::DType;
+use ftcore::{DType, Device};
 
-use super::gpu::Gpu;
 use super::raw::{self, HostBlock, Span, host_tensor};
 
-/// Of `gpu`. `what` it was, and why it is lost. Nothing uses `span` any more, or the one that does keeps its owner for ever.
-pub(crate) fn on_device(gpu: &Gpu, span: Span, what: &str, why: impl Display) {
-    match raw::tensor(span, DType::U8, &[span.bytes()], gpu.device(), Box::new(())) {
+/// Of `device`. `what` it was, and why it is lost. Nothing uses `span` any more, or the one that does keeps its owner for ever.
+pub(crate) fn on_device(device: Device, span: Span, what: &str, why: impl Display) {
+    match raw::tensor(span, DType::U8, &[span.bytes()], device, Box::new(())) {
         Ok(tensor) => tensor.leak(&format!("{what} cannot be freed: {why}")),
         Err(_) => tracing::warn!(bytes = span.bytes(), %why, "{what} cannot be freed, nor counted"),
     }

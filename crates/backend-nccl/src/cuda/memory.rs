@@ -1,14 +1,14 @@
-//! Device memory: blocks that free themselves without blocking, and the slots in which reductions leave their contributors.
+//! Device memory: blocks that free themselves without blocking, tensors over them, and copies.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use ftcore::{DType, Error, Event, Result, Tensor, deadline_in};
 
 use super::event::CudaEvent;
 use super::gpu::Gpu;
 use super::lost;
-use super::raw::{self, Pinned, Span, StreamHandle};
+use super::raw::{self, Span, StreamHandle};
 
 /// Owns a block. Freed in stream order after the last noted use, so dropping it never waits.
 pub(crate) struct Block {
@@ -53,7 +53,7 @@ impl Drop for Block {
             gpu.driver.free(self.span, gpu.free_stream)
         });
         if let Err(error) = freed {
-            lost::on_device(gpu, self.span, "device memory", error);
+            lost::on_device(gpu.device(), self.span, "device memory", error);
         }
     }
 }
@@ -145,86 +145,4 @@ pub(crate) fn copy_out(gpu: &Arc<Gpu>, from: &Tensor, to: &mut [u8], stream: Str
     gpu.driver.copy_out(Span::of(from), to, stream)?;
     let done = CudaEvent::record(gpu, stream);
     await_copy(gpu, stream, done, Duration::from_micros(200))
-}
-
-const SLOTS: usize = 4096;
-
-/// Words on the device and their page-locked copies on the host, and the constants 0 and 1.
-pub(crate) struct Slots {
-    device: Span,
-    constants: Span,
-    host: Pinned,
-    free: Mutex<Vec<usize>>,
-}
-
-/// One slot. Not freed by itself: the one that knows that the device is done gives it back.
-#[derive(Debug)]
-pub(crate) struct Slot(usize);
-
-impl Slots {
-    pub(crate) fn new(gpu: &Gpu) -> Result<Self> {
-        let _inside = gpu.enter()?;
-        let driver = gpu.driver;
-        let word = size_of::<i32>();
-        // Never freed: they live as long as the device.
-        let device = driver.alloc(SLOTS * word, gpu.alloc_stream)?;
-        let constants = driver.alloc(2 * word, gpu.alloc_stream)?;
-        driver.fill(constants, 8, 1 << 32, gpu.alloc_stream)?;
-        let host = driver.pinned(SLOTS)?;
-        let until: Instant = deadline_in(Duration::from_secs(60));
-        super::event::poll(until, "the set-up of the device", || {
-            driver.stream_query(gpu.alloc_stream)
-        })?;
-        Ok(Self {
-            device,
-            constants,
-            host,
-            free: Mutex::new((0..SLOTS).rev().collect()),
-        })
-    }
-
-    /// A free slot.
-    pub(crate) fn take(&self) -> Result<Slot> {
-        self.free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()
-            .map(Slot)
-            .ok_or_else(|| {
-                Error::new(
-                    ftcore::ErrorKind::Unavailable,
-                    format!("{SLOTS} reductions are in flight on this device; wait for some of them first"),
-                )
-            })
-    }
-
-    /// The slot's device memory.
-    pub(crate) fn span(&self, slot: &Slot) -> Result<Span> {
-        self.device
-            .part(slot.0 * size_of::<i32>(), size_of::<i32>())
-            .ok_or_else(|| Error::invalid("a slot outside its page"))
-    }
-
-    /// Device memory that holds 1 (`true`) or 0.
-    pub(crate) fn constant(&self, one: bool) -> Result<Span> {
-        self.constants
-            .part(usize::from(one) * size_of::<i32>(), size_of::<i32>())
-            .ok_or_else(|| Error::invalid("a constant outside its page"))
-    }
-
-    /// Enqueues the copy to the host.
-    pub(crate) fn fetch(&self, gpu: &Gpu, slot: &Slot, stream: StreamHandle) -> Result<()> {
-        gpu.driver.copy_word(self.span(slot)?, &self.host, slot.0, stream)
-    }
-
-    /// The value that was fetched, once the copy is done.
-    pub(crate) fn read(&self, slot: &Slot) -> u32 {
-        u32::try_from(self.host.read(slot.0)).unwrap_or(0)
-    }
-
-    /// The device is done with it.
-    pub(crate) fn give_back(&self, slot: Slot) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.push(slot.0);
-    }
 }

@@ -8,19 +8,16 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::ptr::{self, NonNull};
 
-use ftcore::{DType, Device, Error, Result, Tensor};
-
-use super::driver::failed;
+use ftcore::{DType, Device, Error, ErrorKind, Result, Tensor};
 
 mod foreign;
 mod handles;
 mod host;
-mod program;
+pub(crate) mod program;
 mod table;
 
 pub(crate) use handles::{Context, EventHandle, Function, IpcHandle, Span, StreamHandle};
 pub(crate) use host::{HostBlock, host_tensor};
-pub use program::CudaProgram;
 use table::Table;
 
 /// Page-locked host memory that is never freed: a few kilobytes per device, for results that the host reads.
@@ -55,6 +52,16 @@ pub(crate) enum Attribute {
     ComputeMajor = 75,
     ComputeMinor = 76,
     MemoryPools = 115,
+}
+
+/// An error for a failed driver call.
+fn failed(call: &str, code: i32, text: &str) -> Error {
+    let kind = match code {
+        // Out of memory, and everything that leaves the context unusable, is the library's affair.
+        _ if call == "cuInit" => ErrorKind::Unsupported,
+        _ => ErrorKind::Backend,
+    };
+    Error::new(kind, format!("CUDA driver: {call}: {text}")).with_code(i64::from(code))
 }
 
 /// The driver.

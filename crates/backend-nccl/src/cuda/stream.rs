@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Device, Error, ErrorKind, Event, Result, Stream, deadline_in};
 
-use super::event::{CudaEvent, poll};
+use super::event::CudaEvent;
 use super::gpu::{Entered, Gpu};
+use super::poll::poll;
 use super::raw::StreamHandle;
 
 /// A stream of one device.

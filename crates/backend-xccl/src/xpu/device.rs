@@ -13,7 +13,6 @@ use ftcore::registry::Unavailable;
 use ftcore::{Device, DeviceKind, Error, Event, Result};
 
 use super::driver::{ENV_DEVICES, selectors};
-use super::event::XpuEvent;
 use super::stream::Core;
 use crate::raw::sycl::{DeviceHandle, Queue, Span, Usm, alloc, free};
 
@@ -33,7 +32,7 @@ pub(crate) struct Xpu {
     /// What goes once its last use is over.
     later: Mutex<Vec<Later>>,
     /// All blocks by their addresses, with the copies that may still use them.
-    blocks: Mutex<HashMap<usize, Vec<XpuEvent>>>,
+    blocks: Mutex<HashMap<usize, Vec<Arc<dyn Event>>>>,
     streams: Mutex<Vec<Weak<Core>>>,
     default_stream: OnceLock<Arc<Core>>,
 }
@@ -47,12 +46,12 @@ const SMALL_UNIT: usize = 4 << 10;
 
 /// Something that a command may still use.
 struct Later {
-    until: Vec<XpuEvent>,
+    until: Vec<Arc<dyn Event>>,
     what: Leftover,
 }
 
 /// True while one of them is not reached. What fails to tell is past being used: its queue is broken.
-fn are_pending(events: &[XpuEvent]) -> bool {
+fn are_pending(events: &[Arc<dyn Event>]) -> bool {
     events.iter().any(|e| matches!(e.query(), Ok(false)))
 }
 
@@ -226,24 +225,22 @@ impl Xpu {
         }
     }
 
-    /// Notes that the block that begins with `span` is in use until `event`. Memory that is not one of ours could be freed by its owner
-    /// before: then this waits.
-    pub(crate) fn note_use(&self, span: Span, event: &XpuEvent) -> Result<()> {
-        if let Some(uses) = lock(&self.blocks).get_mut(&span.address()) {
-            uses.retain(|e| matches!(e.query(), Ok(false)));
-            uses.push(event.clone());
-            return Ok(());
-        }
-        match event.settled().transpose()?.flatten() {
-            Some(event) => event.finish(),
-            None => Ok(()),
-        }
+    /// Notes that the block that begins with `span` is in use until `event`. False if it is not one of ours: then nothing is noted.
+    #[must_use]
+    pub(crate) fn note_use(&self, span: Span, event: Arc<dyn Event>) -> bool {
+        let mut blocks = lock(&self.blocks);
+        let Some(uses) = blocks.get_mut(&span.address()) else {
+            return false;
+        };
+        uses.retain(|e| matches!(e.query(), Ok(false)));
+        uses.push(event);
+        true
     }
 
     /// Keeps `source` until `event`.
-    pub(crate) fn hold(&self, source: Box<dyn Any + Send>, event: &XpuEvent) {
+    pub(crate) fn hold(&self, source: Box<dyn Any + Send>, event: Arc<dyn Event>) {
         lock(&self.later).push(Later {
-            until: vec![event.clone()],
+            until: vec![event],
             what: Leftover::Held(source),
         });
     }

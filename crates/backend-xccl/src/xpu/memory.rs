@@ -6,7 +6,7 @@ use ftcore::{DType, Device, Error, Result, Tensor};
 
 use super::device::Xpu;
 use super::event::XpuEvent;
-use super::stream::Core;
+use super::stream::{Core, XpuStream};
 use crate::raw::sycl::{self, Span, Usm};
 
 /// Owns memory of a device. Given back after its last noted use, so dropping it never waits.
@@ -64,6 +64,17 @@ fn same_length(from: usize, to: usize) -> Result<()> {
     }
 }
 
+/// Notes that `tensor` is in use until `event`. Memory that is not one of ours could be freed by its owner before: then this waits.
+fn note_use(core: &Core, tensor: &Tensor, event: &Arc<XpuEvent>) -> Result<()> {
+    if core.xpu.note_use(Span::of(tensor), event.clone()) {
+        return Ok(());
+    }
+    match event.settled().transpose()?.flatten() {
+        Some(event) => event.finish(),
+        None => Ok(()),
+    }
+}
+
 /// Copies host bytes into a tensor in the order of `core`; `from` may be reused when this returns, the copy is under way.
 pub(crate) fn copy_in(core: &Arc<Core>, from: &[u8], to: &mut Tensor) -> Result<()> {
     same_length(from.len(), to.byte_len())?;
@@ -75,32 +86,38 @@ pub(crate) fn copy_in(core: &Arc<Core>, from: &[u8], to: &mut Tensor) -> Result<
     source.bytes_mut().copy_from_slice(from);
     let queue = core.command()?;
     let event = queue.copy(Span::of(&source), Span::of(to))?;
-    let event = XpuEvent::recorded(event, None);
-    core.xpu.hold(Box::new(source), &event);
-    core.xpu.note_use(Span::of(to), &event)
+    let event = Arc::new(XpuEvent::recorded(event, None));
+    core.xpu.hold(Box::new(source), event.clone());
+    note_use(core, to, &event)
 }
 
-/// Copies between tensors of one device in the order of `core`; returns at once.
-pub(crate) fn copy(core: &Arc<Core>, from: &Tensor, to: &mut Tensor) -> Result<()> {
-    same_length(from.byte_len(), to.byte_len())?;
-    for tensor in [from, &*to] {
-        // Host memory could be looked at while the copy is under way.
-        if *tensor.device() != core.xpu.device() {
-            let text = format!(
-                "a tensor on {} in a copy on {}",
-                tensor.device(),
-                core.xpu.device()
-            );
-            return Err(Error::invalid(text));
+impl XpuStream {
+    /// Copies one tensor of this device to another in the order of the stream; returns before it is done.
+    ///
+    /// Errors: `InvalidArgument` if the sizes differ or a tensor is elsewhere; what a failed operation says for which the stream
+    /// waits.
+    pub fn copy(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
+        let core = &self.0;
+        same_length(from.byte_len(), to.byte_len())?;
+        for tensor in [from, &*to] {
+            // Host memory could be looked at while the copy is under way.
+            if *tensor.device() != core.xpu.device() {
+                let text = format!(
+                    "a tensor on {} in a copy on {}",
+                    tensor.device(),
+                    core.xpu.device()
+                );
+                return Err(Error::invalid(text));
+            }
         }
+        if from.byte_len() == 0 {
+            return Ok(());
+        }
+        let event = core.command()?.copy(Span::of(from), Span::of(to))?;
+        let event = Arc::new(XpuEvent::recorded(event, None));
+        note_use(core, from, &event)?;
+        note_use(core, to, &event)
     }
-    if from.byte_len() == 0 {
-        return Ok(());
-    }
-    let event = core.command()?.copy(Span::of(from), Span::of(to))?;
-    let event = XpuEvent::recorded(event, None);
-    core.xpu.note_use(Span::of(from), &event)?;
-    core.xpu.note_use(Span::of(to), &event)
 }
 
 /// Copies a tensor to the host in the order of `core`; the bytes are there when this returns.

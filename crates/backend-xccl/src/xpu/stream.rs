@@ -8,11 +8,10 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Device, Event, Result, Stream, Tensor, deadline_in};
+use ftcore::{Device, Event, Result, Stream, deadline_in};
 
 use super::device::Xpu;
 use super::event::XpuEvent;
-use super::memory;
 use crate::raw::sycl::Queue;
 
 /// Beyond any operation's own deadline, which ends the wait first.
@@ -119,7 +118,7 @@ impl Core {
 
 /// A stream of one xpu.
 #[derive(Clone)]
-pub struct XpuStream(Arc<Core>);
+pub struct XpuStream(pub(super) Arc<Core>);
 
 impl XpuStream {
     pub(crate) fn new(core: Arc<Core>) -> Self {
@@ -139,14 +138,6 @@ impl XpuStream {
     pub(crate) fn over(queue: Queue) -> Result<Self> {
         let xpu = Xpu::of(&queue.device()?)?;
         Ok(Self(Core::new(&xpu, queue, true)))
-    }
-
-    /// Copies one tensor of this device to another in the order of the stream; returns before it is done.
-    ///
-    /// Errors: `InvalidArgument` if the sizes differ or a tensor is elsewhere; what a failed operation says for which the stream
-    /// waits.
-    pub fn copy(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
-        memory::copy(&self.0, from, to)
     }
 
     /// A stream over the same queue as if the caller had brought it; see `adopt`, whose promise holds here by itself.
