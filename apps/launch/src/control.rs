@@ -19,7 +19,7 @@ use oxccl::launch::{ENV_EVENTS, LighthouseReady, now_us};
 use rustix::process::Signal;
 
 use super::child;
-use super::environment::tell;
+use super::environment::{ReplicaLaunch, tell};
 use super::events::SupervisorEvent;
 use super::listener::EventListener;
 use super::outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
@@ -27,7 +27,7 @@ use super::output::Reader;
 use super::queue::EventQueue;
 use super::slot::{RANK_GRACE, Slot, Who};
 use super::supervisor::{
-    GiveUp, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Running, SupervisorConfig, restart_deadline,
+    GiveUp, LighthouseLaunch, LighthouseSource, Running, SupervisorConfig, restart_deadline,
 };
 
 /// How long the last events and lines of an ended process may take to be read.

@@ -1,4 +1,4 @@
-//! What a process is told through its environment.
+//! Which process of a replica is started, and how it is told so through its environment.
 
 use std::net::SocketAddr;
 use std::process::Command;
@@ -7,7 +7,22 @@ use oxccl::launch::{
     ENV_INCARNATION, ENV_LIGHTHOUSE, ENV_RANK, ENV_RANKS, ENV_REPLICA, ENV_REPLICA_STORE, ENV_REPLICAS,
 };
 
-use super::supervisor::ReplicaLaunch;
+/// Which process is to be started; given to the closure of [`Supervisor::start`](crate::Supervisor::start).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReplicaLaunch {
+    /// The replica's index in the job.
+    pub replica: u32,
+    /// How many replicas the job has.
+    pub replicas: u32,
+    /// The rank inside the replica.
+    pub rank: u32,
+    /// How many ranks the replica has.
+    pub ranks: u32,
+    /// Which incarnation of the replica this is, from 0.
+    pub incarnation: u32,
+    /// The lighthouse's address.
+    pub lighthouse: String,
+}
 
 /// Tells `command` which rank it is: in our variables, and in torchrun's for programs that know those (`Place::from_env` among them).
 /// `local_rank` counts the processes of this machine over all replicas: the usual device index. The ranks meet in `store`, as clients of it: to

@@ -19,11 +19,12 @@ mod slot;
 mod supervisor;
 
 pub use bound::BoundChild;
+pub use environment::ReplicaLaunch;
 pub use events::SupervisorEvent;
 pub use outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
 pub use output::{OutputLine, OutputSink};
 pub use queue::SupervisorEvents;
 pub use supervisor::{
-    GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch,
-    RestartPolicy, Supervisor, SupervisorConfig,
+    GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ProcessSignal, RestartPolicy, Supervisor,
+    SupervisorConfig,
 };

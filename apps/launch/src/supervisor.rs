@@ -15,6 +15,7 @@ use signal_hook::iterator::{Handle, Signals};
 
 use super::child;
 use super::control::{self, Control};
+use super::environment::ReplicaLaunch;
 use super::outcome::{Outcome, StopReason};
 use super::output::OutputSink;
 use super::queue::{SupervisorEvents, event_queue};
@@ -56,23 +57,6 @@ impl std::fmt::Debug for LighthouseSource {
                 .finish_non_exhaustive(),
         }
     }
-}
-
-/// Which process is to be started; given to the closure of [`Supervisor::start`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReplicaLaunch {
-    /// The replica's index in the job.
-    pub replica: u32,
-    /// How many replicas the job has.
-    pub replicas: u32,
-    /// The rank inside the replica.
-    pub rank: u32,
-    /// How many ranks the replica has.
-    pub ranks: u32,
-    /// Which incarnation of the replica this is, from 0.
-    pub incarnation: u32,
-    /// The lighthouse's address.
-    pub lighthouse: String,
 }
 
 /// A signal for a process of a run.

@@ -5,17 +5,13 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Capabilities, Configuration, DType, Device, Epoch, Feature, GroupOptions, OpKind, ProcessGroup, ReduceOp,
-    Store, deadline_in,
+    Result, Store, deadline_in,
 };
 
-use crate::harness::MakeOn;
+use crate::Outcome;
 use crate::lent::{Lasting, Lent};
 use crate::probe::summed;
 use crate::staged::staged;
-use crate::{
-    Outcome, arguments, barriers, complex, failures, lifetime, messages, mismatch, movement, reductions,
-    streams,
-};
 
 /// What a case needs of a backend or a harness; without it the case is ignored, with the reason.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -168,6 +164,19 @@ impl Case {
     }
 }
 
+/// Makes a new, unconfigured group of the backend under test on the device of one rank.
+pub type MakeOn = Arc<dyn Fn(&Device, GroupOptions) -> Result<Box<dyn ProcessGroup>> + Send + Sync>;
+
+/// Rank `rank`'s device when `first` is rank 0's: the next of its kind, and from the start again when there are no more.
+pub fn device_of(first: &Device, rank: u32) -> Result<Device> {
+    if first.is_cpu() {
+        return Ok(first.clone());
+    }
+    let count = ftcore::accelerator(&first.kind)?.count().max(1);
+    let index = first.index.wrapping_add(rank) % count;
+    Ok(Device::new(first.kind.clone(), index))
+}
+
 /// One rank of a case.
 pub struct Rank {
     /// This rank.
@@ -267,31 +276,4 @@ pub(crate) fn eventually<T>(what: &str, mut ready: impl FnMut() -> Option<T>) ->
         ensure!(Instant::now() < until, "{what} did not happen within 30 s");
         std::thread::sleep(Duration::from_millis(2));
     }
-}
-
-/// All cases at the small worlds, in a fixed order.
-pub fn cases() -> Vec<Case> {
-    cases_at(Worlds::Small)
-}
-
-/// The case of that name.
-pub(crate) fn named(name: &str) -> Option<Case> {
-    let all = [Worlds::Small, Worlds::Large].into_iter().flat_map(cases_at);
-    all.into_iter().find(|c| c.name == name)
-}
-
-/// All cases at these worlds, in a fixed order.
-pub fn cases_at(worlds: Worlds) -> Vec<Case> {
-    let mut all = Vec::new();
-    all.extend(reductions::cases(worlds));
-    all.extend(movement::cases(worlds));
-    all.extend(complex::cases(worlds));
-    all.extend(messages::cases(worlds));
-    all.extend(barriers::cases(worlds));
-    all.extend(arguments::cases(worlds));
-    all.extend(mismatch::cases(worlds));
-    all.extend(failures::cases(worlds));
-    all.extend(lifetime::cases(worlds));
-    all.extend(streams::cases(worlds));
-    all
 }

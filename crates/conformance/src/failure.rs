@@ -48,6 +48,15 @@ impl From<Box<(Error, Tensor)>> for Failure {
     }
 }
 
+/// The failures of all ranks in one text.
+pub(crate) fn verdict(failures: Vec<String>) -> Outcome {
+    if failures.is_empty() {
+        Ok(())
+    } else {
+        Err(Failure::new(failures.join("\n")))
+    }
+}
+
 /// Fails the case with a text unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($text:tt)+) => {

@@ -16,10 +16,13 @@ use ftcore::{
 };
 use libtest_mimic::{Arguments, Completion, Trial};
 
+use crate::case::{MakeOn, device_of};
 use crate::credentials::{credentials, forget};
+use crate::failure::verdict;
 use crate::lasting::{self, Place, side_by_side};
 use crate::report::Verdict;
-use crate::{Case, Failure, Needs, Outcome, Rank, Worlds, case, cases_at, living};
+use crate::suite::{cases_at, named};
+use crate::{Case, Failure, Needs, Outcome, Rank, Worlds, living};
 
 const CASE: &str = "OXCCL_CONFORMANCE_CASE";
 const RANK: &str = "OXCCL_CONFORMANCE_RANK";
@@ -34,19 +37,6 @@ pub(crate) const TIME_LIMIT: Duration = crate::expected::CASE.at_most;
 
 /// Makes a new, unconfigured group of the backend under test.
 pub type MakeGroup = fn(GroupOptions) -> Result<Box<dyn ProcessGroup>>;
-
-/// Makes a new, unconfigured group of the backend under test on the device of one rank.
-pub type MakeOn = Arc<dyn Fn(&Device, GroupOptions) -> Result<Box<dyn ProcessGroup>> + Send + Sync>;
-
-/// Rank `rank`'s device when `first` is rank 0's: the next of its kind, and from the start again when there are no more.
-pub fn device_of(first: &Device, rank: u32) -> Result<Device> {
-    if first.is_cpu() {
-        return Ok(first.clone());
-    }
-    let count = ftcore::accelerator(&first.kind)?.count().max(1);
-    let index = first.index.wrapping_add(rank) % count;
-    Ok(Device::new(first.kind.clone(), index))
-}
 
 /// Something that can run a case on N ranks of one backend.
 pub trait Harness: Send + Sync {
@@ -165,14 +155,6 @@ impl Harness for Threads {
             };
             case.run(&rank)
         })
-    }
-}
-
-pub(crate) fn verdict(failures: Vec<String>) -> Outcome {
-    if failures.is_empty() {
-        Ok(())
-    } else {
-        Err(Failure::new(failures.join("\n")))
     }
 }
 
@@ -342,7 +324,7 @@ fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
         make: make.clone(),
         lent: None,
     };
-    let case = case::named(name).ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
+    let case = named(name).ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
     case.run(&rank)
 }
 

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use ftcore::{Device, InMemoryStore, PrefixStore, Store, deadline_in};
 
-use crate::harness::{MakeOn, device_of, verdict};
+use crate::case::{MakeOn, device_of};
+use crate::failure::verdict;
 use crate::lent::Lasting;
 use crate::{Case, Failure, Outcome, Rank};
 

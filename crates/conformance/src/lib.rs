@@ -47,15 +47,16 @@ mod reductions;
 mod report;
 mod staged;
 mod streams;
+mod suite;
 
 pub use cargo::{cargo, dylib, program};
-pub use case::{Case, Needs, Rank, Worlds, cases, cases_at};
+pub use case::{Case, MakeOn, Needs, Rank, Worlds, device_of};
 pub use failure::{Failure, Outcome};
 pub use harness::{
-    Harness, Limit, MakeGroup, MakeOn, Mode, Part, Plan, Processes, Threads, device_of, run, run_limited,
-    run_on,
+    Harness, Limit, MakeGroup, Mode, Part, Plan, Processes, Threads, run, run_limited, run_on,
 };
 pub use report::{Tried, Verdict};
+pub use suite::{cases, cases_at};
 
 /// Element counts that every operation is tried with: empty, odd, around vector widths, beyond one piece.
 pub const SIZES: [usize; 10] = [0, 1, 2, 3, 7, 16, 17, 64, 1000, 4099];

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Device, Store, TcpStore, TcpStoreServer, deadline_in};
 
+use crate::case::MakeOn;
 use crate::credentials::credentials;
-use crate::harness::{
-    LASTING, MakeOn, Running, TIME_LIMIT, command, server, store_of_parent, variable, verdict,
-};
+use crate::failure::verdict;
+use crate::harness::{LASTING, Running, TIME_LIMIT, command, server, store_of_parent, variable};
 use crate::lasting::{Member, Ranks};
-use crate::{Case, Failure, Outcome, case};
+use crate::suite::named;
+use crate::{Case, Failure, Outcome};
 
 /// How long the parent waits for a verdict before it looks whether the process still lives.
 const LOOK: Duration = Duration::from_millis(100);
@@ -177,7 +178,7 @@ pub(crate) fn serve(first: &Device, make: &MakeOn) -> Outcome {
             .split_once(' ')
             .and_then(|(number, name)| Some((number.parse::<u64>().ok()?, name)))
             .ok_or_else(|| Failure::new(format!("'{line}' is no order")))?;
-        let case = case::named(name).ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
+        let case = named(name).ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
         let outcome = match &member {
             Some(member) => Ok(member),
             None => Member::join(rank, world, first, make, store.clone()).map(|m| &*member.insert(m)),

@@ -1,6 +1,11 @@
 //! What the lighthouse knows of a replica, and what a quorum is: plain data, shared by the logic, the servers and the
 //! clients.
 
+use std::sync::Arc;
+
+/// A replica id, shared by those that keep it.
+pub(crate) type Id = Arc<str>;
+
 /// The longest replica id that is accepted, in bytes.
 pub const MAX_ID_BYTES: usize = 256;
 

@@ -33,9 +33,9 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
 
-use crate::member::{AbortEpoch, Quorum};
+use crate::member::{AbortEpoch, Id, Quorum};
 use record::Job;
-use roster::{Entry, Id, Roster, later};
+use roster::{Entry, Roster, later};
 
 mod arrivals;
 mod events;
@@ -50,6 +50,7 @@ mod timeline;
 mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
+pub use fields::cut;
 pub use operator::{Order, OrderKind};
 pub use recent::{Departure, Fate};
 pub use record::{Eviction, Record};
@@ -57,8 +58,6 @@ pub use timeline::{Happening, Listed, Moment, Totals};
 
 /// How many replaced incarnations are remembered, so that a late call of one cannot displace its successor.
 const MAX_REPLACED: usize = 1024;
-/// Texts of peers that are kept or passed on are cut to this many bytes.
-const MAX_REASON_BYTES: usize = 1024;
 
 /// The lighthouse's state.
 #[derive(Debug, Clone)]
@@ -475,15 +474,6 @@ impl LighthouseState {
             self.abort(&why, Some(id), actions);
         }
     }
-}
-
-/// At most 1 KiB of a peer's text.
-pub fn cut(text: &str) -> &str {
-    let mut end = text.len().min(MAX_REASON_BYTES);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
 }
 
 #[cfg(test)]

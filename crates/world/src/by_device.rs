@@ -3,7 +3,7 @@
 //! The members are whole groups, configured together at one epoch with prefixes of their own. They share a fate: after a failure of one
 //! nothing more is accepted on any until the next `configure`. One more member may match the messages of all (`matched.rs`).
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use ftcore::{
 };
 
 use crate::matched::{self, ANSWERS, Call};
+use crate::member::Member;
 use crate::spec::MESSAGES;
 
 /// After the failure of another member one that connects, or matches messages, gets so long to hear of it by itself, and perhaps more.
@@ -44,24 +45,6 @@ pub struct ByDevice {
     matching: Option<Duration>,
     /// Ends once the members were let go of, where a thread may be the last to do so.
     gone: Mutex<Option<Receiver<()>>>,
-}
-
-/// A member of a group by device.
-pub(crate) struct Member {
-    /// `None`: it matches messages.
-    device: Option<Device>,
-    pub(crate) group: Box<dyn ProcessGroup>,
-    /// What it does with messages that are matched by another.
-    matched: Option<Capabilities>,
-    /// The last field of the last member: its other end hears that they were let go of.
-    _gone: Option<Sender<()>>,
-}
-
-impl Member {
-    /// What its entry has before the colon.
-    pub(crate) fn name(&self) -> &str {
-        self.device.as_ref().map_or(MESSAGES, |d| d.kind.name())
-    }
 }
 
 /// The members at one configuration.

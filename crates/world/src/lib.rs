@@ -13,6 +13,7 @@ mod launcher;
 mod layout;
 mod layout_groups;
 mod matched;
+mod member;
 mod mesh;
 mod objects;
 mod one_host;

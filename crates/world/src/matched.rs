@@ -13,10 +13,10 @@ use std::time::Duration;
 use ftcore::engine::{self, Channel, Driver, Ended, Job, Label, Place, Rules, Stage, Ticket, spawn};
 use ftcore::{Collective, Error, OpKind, Result, Stream};
 
-use crate::by_device::Member;
+use crate::member::Member;
 
 mod desk;
-mod open;
+mod message;
 
 use desk::{Desk, Step};
 

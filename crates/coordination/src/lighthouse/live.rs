@@ -19,8 +19,8 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::WatchStream;
 
 use super::frontend::Frontend;
-use super::page::{LighthouseStatus, known};
 use super::rates::Throughput;
+use super::status::{LighthouseStatus, known};
 use super::why::Why;
 
 /// Dashboards that are open at once.

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::page::{LighthouseStatus, Look};
+use super::status::{LighthouseStatus, Look};
 use crate::exposition::{Exposition, Kind};
 use Kind::{Counter, Gauge};
 

@@ -40,13 +40,14 @@ mod rates;
 mod reply;
 pub(crate) mod saved;
 mod service;
+mod status;
 mod term;
 mod why;
 
 use service::Pages;
 pub(crate) use service::operator_only;
 
-pub use page::{
+pub use status::{
     HealthyReplica, LighthouseStatus, OrderedReplica, ParticipantStatus, RecentReplica, SpareStatus,
     TimelineEvent, WaitingReplica,
 };

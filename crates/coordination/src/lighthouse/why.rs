@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::page::LighthouseStatus;
+use super::status::LighthouseStatus;
 
 /// A step that lasts this many times as long as the last ones did is worth a word…
 const SLOW: u64 = 5;

@@ -16,7 +16,7 @@ use crate::channel::wait_for;
 use crate::clock::{self, deadline_in};
 use crate::lighthouses::Lighthouses;
 use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
-use protocol::MAX_ID_BYTES;
+use protocol::{MAX_ID_BYTES, Member};
 
 mod actor;
 mod counts;
@@ -94,7 +94,15 @@ pub(crate) fn begin(
     address: String,
 ) -> (Manager, Router) {
     let incarnation = format!("{}-{}", std::process::id(), clock::wall().as_nanos());
-    let uplink = Uplink::new(lighthouses, config, address, incarnation);
+    let own = Member {
+        replica_id: config.replica_id.clone(),
+        address,
+        store_address: config.store_address.clone(),
+        world_size: u64::from(config.world_size),
+        incarnation,
+        ..Member::default()
+    };
+    let uplink = Uplink::new(lighthouses, own, config.heartbeat_interval, config.quorum_retries);
     let rules = ReplicaRules {
         replica_id: config.replica_id.clone(),
         world_size: config.world_size,

@@ -14,7 +14,6 @@ use tonic::Code;
 use tonic::Request;
 use tonic::transport::Channel;
 
-use super::ManagerServerConfig;
 use super::actor::Manager;
 use crate::channel::{Backoff, background_deadline};
 use crate::clock::{deadline_in, time_left};
@@ -70,26 +69,19 @@ struct Inner {
 }
 
 impl Uplink {
+    /// For the replica `own`. A quorum call that fails is tried again up to `retries` times.
     pub(crate) fn new(
         lighthouses: Lighthouses,
-        config: &ManagerServerConfig,
-        address: String,
-        incarnation: String,
+        own: Member,
+        heartbeat_interval: Duration,
+        retries: u32,
     ) -> Self {
-        let own = Member {
-            replica_id: config.replica_id.clone(),
-            address,
-            store_address: config.store_address.clone(),
-            world_size: u64::from(config.world_size),
-            incarnation,
-            ..Member::default()
-        };
         Self {
             inner: Arc::new(Inner {
                 lighthouses,
                 own,
-                heartbeat_interval: config.heartbeat_interval,
-                retries: config.quorum_retries,
+                heartbeat_interval,
+                retries,
                 last_quorum_id: AtomicI64::new(0),
                 phase: watch::channel(Phase::Quiet).0,
                 last_world_size: AtomicU64::new(0),

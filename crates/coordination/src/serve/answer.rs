@@ -14,8 +14,8 @@ use prost::Message;
 use tonic::Status;
 use tonic::codegen::Service as _;
 
-use super::Line;
 use super::activity::Incoming;
+use super::line::Line;
 
 /// A request's body, bounded in time and memory.
 pub(crate) type Asked = Incoming<hyper::body::Incoming>;

@@ -14,8 +14,8 @@ use ftcore::{
     Accelerator, DType, Device, DeviceKind, Error, Event, Result, Stream, Tensor, register_accelerator,
 };
 
+use super::buffer;
 use super::library::{Library, guarded};
-use super::operation;
 use crate::abi::{self, DeviceTable, Growing};
 use crate::fault;
 use crate::text::{self, Collected};
@@ -387,7 +387,7 @@ impl Accelerator for PluginAccelerator {
     fn copy_in(&self, from: &[u8], to: &mut Tensor, stream: &dyn Stream) -> Result<()> {
         let f = self.0.table.copy_in.ok_or_else(|| self.0.missing("copy_in"))?;
         let handle = self.stream(stream)?;
-        let (from, to) = (text::lend_bytes(from), operation::lend(to));
+        let (from, to) = (text::lend_bytes(from), buffer::lend(to));
         // SAFETY: as above; both sides of the copy live for the call, and `to` is borrowed for writing.
         self.0
             .call(|ctx, fault| unsafe { f(ctx, from, &raw const to, handle, fault) })
@@ -396,7 +396,7 @@ impl Accelerator for PluginAccelerator {
     fn copy_out(&self, from: &Tensor, to: &mut [u8], stream: &dyn Stream) -> Result<()> {
         let f = self.0.table.copy_out.ok_or_else(|| self.0.missing("copy_out"))?;
         let handle = self.stream(stream)?;
-        let from = operation::lend(from);
+        let from = buffer::lend(from);
         let (at, len) = (to.as_mut_ptr().cast::<c_void>(), to.len() as u64);
         // SAFETY: as above.
         self.0

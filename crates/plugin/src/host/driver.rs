@@ -227,7 +227,7 @@ impl Driver for PluginDriver {
         }
         pending.accepted();
         if handle.flags & WORK_POLLED != 0
-            && let Err(error) = polling::drive(pending)
+            && let Err(error) = polling::drive(move || pending.poll())
         {
             engine.fail_by(number, error);
         }

@@ -5,6 +5,7 @@
 //! Everything that comes back over the boundary is checked; what is lent is kept until the plugin has given it back, and named by numbers
 //! (`handles`), so that a plugin that gives back twice harms nothing. One that never completes is found out by the engine.
 
+mod buffer;
 mod device;
 mod discover;
 mod driver;

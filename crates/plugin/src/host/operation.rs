@@ -13,15 +13,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ftcore::engine::{Outcome, Ticket};
 use ftcore::{Collective, Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor};
 
+use super::buffer;
 use super::device::{self, Devices};
 use super::driver::PluginDriver;
 use super::handles::{Handle, Handles};
 use super::library::{Library, guarded};
 use crate::abi::{self, Buffer, FAILED, Growing, NONE, Operation};
 use crate::{fault, text};
-
-#[cfg(not(target_pointer_width = "64"))]
-compile_error!("shapes cross the plugin ABI as 64-bit numbers without a copy");
 
 /// Operations that plugins have not completed.
 static COMPLETIONS: Handles<Pending> = Handles::new("an operation");
@@ -432,7 +430,7 @@ impl Outgoing {
             _ => {}
         }
         if !matches!(op, Collective::Batch { .. }) {
-            out.buffers = op.tensors().into_iter().map(lend).collect();
+            out.buffers = op.tensors().into_iter().map(buffer::lend).collect();
         }
         out
     }
@@ -484,19 +482,4 @@ impl Outgoing {
         o.output_split_count = self.output_splits.len() as u64;
         &self.operation
     }
-}
-
-/// A buffer without an owner: lent for one call.
-pub(super) fn lend(tensor: &Tensor) -> Buffer {
-    let mut b = Buffer::empty();
-    b.ptr = tensor.as_ptr().cast_mut().cast();
-    b.bytes = tensor.byte_len() as u64;
-    b.count = tensor.count() as u64;
-    b.dtype = u32::from(tensor.dtype().code());
-    b.device.kind = text::lend(tensor.device().kind.name());
-    b.device.index = tensor.device().index;
-    // usize is u64 here, see the top.
-    b.shape = tensor.shape().as_ptr().cast();
-    b.shape_len = tensor.shape().len() as u64;
-    b
 }

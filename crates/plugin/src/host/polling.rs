@@ -1,40 +1,45 @@
 //! Drives operations of plugins that have no thread of their own (`OXCCL_WORK_POLLED`): one thread for all of them.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ftcore::{Error, Result};
 
-use super::operation::Pending;
+/// Lets a plugin make progress with an operation. False once that has ended.
+type Poll = Box<dyn Fn() -> bool + Send>;
 
 /// From spinning to sleeping: what is fast stays fast, what is slow costs little.
 const SHORTEST: Duration = Duration::from_micros(10);
 const LONGEST: Duration = Duration::from_millis(1);
 
-static POLLER: Mutex<Option<Sender<Arc<Pending>>>> = Mutex::new(None);
+static POLLER: Mutex<Option<Sender<Poll>>> = Mutex::new(None);
 
-/// From now on `pending` is polled until it has ended.
+/// From now on `poll` is called until it says false.
 ///
 /// Errors: `Io` if the thread cannot be started.
-pub(super) fn drive(pending: Arc<Pending>) -> Result<()> {
+pub(super) fn drive(poll: impl Fn() -> bool + Send + 'static) -> Result<()> {
     let mut poller = POLLER.lock().unwrap_or_else(PoisonError::into_inner);
-    let pending = match poller.as_ref().map(|p| p.send(pending.clone())) {
-        Some(Ok(())) => return Ok(()),
-        _ => pending,
+    let poll: Poll = Box::new(poll);
+    let poll = match poller.as_ref() {
+        Some(poller) => match poller.send(poll) {
+            Ok(()) => return Ok(()),
+            Err(SendError(poll)) => poll,
+        },
+        None => poll,
     };
     let (send, receive) = channel();
     std::thread::Builder::new()
         .name("ox-plugin-poll".to_string())
         .spawn(move || run(&receive))
         .map_err(|e| Error::io("start the thread that polls plugins", e))?;
-    drop(send.send(pending));
+    drop(send.send(poll));
     *poller = Some(send);
     Ok(())
 }
 
-fn run(receive: &Receiver<Arc<Pending>>) {
-    let mut all: Vec<Arc<Pending>> = Vec::new();
+fn run(receive: &Receiver<Poll>) {
+    let mut all: Vec<Poll> = Vec::new();
     let mut pause = SHORTEST;
     loop {
         let wait = if all.is_empty() {
@@ -50,6 +55,6 @@ fn run(receive: &Receiver<Arc<Pending>>) {
             Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(LONGEST),
             Err(RecvTimeoutError::Disconnected) => return,
         }
-        all.retain(|p| p.poll());
+        all.retain(|poll| poll());
     }
 }

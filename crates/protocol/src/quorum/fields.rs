@@ -1,17 +1,27 @@
 //! What a replica says of itself, checked when it asks: one that is refused here never gets into a quorum, where the others would have
-//! to live with it.
+//! to live with it. And how much is kept of any text of a peer.
 
 use std::net::Ipv6Addr;
 
 use ftcore::{Error, Result};
 
-use super::cut;
 use crate::member::{MAX_ID_BYTES, Member};
 
+/// Texts of peers that are kept or passed on are cut to this many bytes.
+pub(super) const MAX_REASON_BYTES: usize = 1024;
 /// The longest host name, lineage and incarnation, in bytes.
 const MAX_TEXT: usize = 256;
 /// The longest `data` of a member, in bytes: quorums repeat it for every member.
 const MAX_DATA: usize = 16 * 1024;
+
+/// At most 1 KiB of a peer's text.
+pub fn cut(text: &str) -> &str {
+    let mut end = text.len().min(MAX_REASON_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
 
 /// Errors: `InvalidArgument`, naming the field, its value and what it should be.
 pub(super) fn check(member: &Member) -> Result<()> {

@@ -6,10 +6,10 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind};
 
 use super::record::Job;
-use super::roster::{Entry, Id, Waiting};
+use super::roster::{Entry, Waiting};
 use super::verdict::Verdict;
 use super::{Action, LighthouseState, spares};
-use crate::member::{AbortEpoch, Member, Quorum, listed};
+use crate::member::{AbortEpoch, Id, Member, Quorum, listed};
 
 impl LighthouseState {
     /// Once all members of the last quorum have left, the run is over: a replica of an earlier quorum, which they went on

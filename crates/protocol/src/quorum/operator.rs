@@ -8,9 +8,8 @@ use std::collections::{BTreeMap, VecDeque};
 use ftcore::{Error, ErrorKind};
 
 use super::record::Eviction;
-use super::roster::Id;
 use super::{Action, LighthouseState, MAX_REPLACED, Ticket, cut};
-use crate::member::{Member, listed, prefix_of};
+use crate::member::{Id, Member, listed, prefix_of};
 
 /// The most evictions in a record: they are typed by hand, and etcd bounds its length.
 const MAX_RECORDED: usize = 128;

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
+use super::fields::MAX_REASON_BYTES;
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
 use crate::member::Member;

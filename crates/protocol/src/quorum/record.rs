@@ -6,9 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::roster::Id;
 use crate::Lineage;
-use crate::member::{Member, prefix_of};
+use crate::member::{Id, Member, prefix_of};
 
 /// How far ahead of the record a state is checked at most, in commits.
 const MAX_CHECKED: i64 = 1_000_000;

@@ -6,14 +6,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{AddAssign, Bound, SubAssign};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Order, Ticket};
-use crate::member::{Member, prefix_of};
-
-/// A replica id, shared by the indexes.
-pub(super) type Id = Arc<str>;
+use crate::member::{Id, Member, prefix_of};
 
 /// An open call for a quorum.
 #[derive(Debug, Clone)]

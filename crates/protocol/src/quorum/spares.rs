@@ -9,8 +9,7 @@
 use std::time::Instant;
 
 use super::LighthouseState;
-use super::roster::Id;
-use crate::member::{Joining, Member, Quorum};
+use crate::member::{Id, Joining, Member, Quorum};
 
 /// True if a replica that asks like this stays outside, as far as it alone is concerned. `frontier` is the step of the last quorum.
 pub(super) fn is_far_behind(member: &Member, frontier: Option<i64>) -> bool {

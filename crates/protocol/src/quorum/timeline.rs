@@ -5,7 +5,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::cut;
+use super::fields::cut;
 use crate::assignment::Assignment;
 use crate::member::{Member, Quorum};
 

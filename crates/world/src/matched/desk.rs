@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use ftcore::engine::{Place, Ticket};
 use ftcore::{
-    Capabilities, Checked, Collective, DType, Error, ErrorKind, Event, Result, Status, SubmitOptions, Tensor,
-    Work,
+    Capabilities, Checked, Collective, Completion, DType, Error, ErrorKind, Event, Result, Status, Stream,
+    SubmitOptions, Tensor, Work,
 };
 
-use super::open::{Content, Open, Part, WORDS, read, words};
+use super::message::{Content, Part, WORDS, read, words};
 use super::{ANSWERS, Call, Engine, Matching};
-use crate::by_device::Member;
+use crate::member::Member;
 
 /// How much later than its message an answer is given up: what that waits for is said before.
 const LATER: Duration = Duration::from_secs(5);
@@ -47,6 +47,50 @@ struct Pair {
     unanswered: HashMap<u64, Key>,
     /// The last deadline so far: any answer may be that of any message.
     latest: Option<Instant>,
+}
+
+/// An operation that has not ended.
+struct Open {
+    ticket: Ticket<Matching>,
+    member: usize,
+    stream: Option<Arc<dyn Stream>>,
+    parts: Vec<Part>,
+    left: usize,
+    source: Option<u32>,
+    failure: Option<Error>,
+}
+
+impl Open {
+    fn new(call: Call, ticket: Ticket<Matching>) -> Self {
+        let ops = match call.op {
+            Collective::Batch { ops } => ops,
+            one => vec![one],
+        };
+        let part = |op| Part::of(op, call.member);
+        let parts: Vec<Part> = ops.into_iter().filter_map(part).collect();
+        Self {
+            ticket,
+            member: call.member,
+            stream: call.stream,
+            left: parts.len(),
+            parts,
+            source: None,
+            failure: None,
+        }
+    }
+
+    /// Tells its caller.
+    fn end(self) {
+        let tensors = self.parts.into_iter().filter_map(|part| part.tensor).collect();
+        match self.failure {
+            Some(error) => self.ticket.fail(error, tensors),
+            None => self.ticket.succeed(Completion {
+                tensors,
+                source: self.source,
+                contributors: 0,
+            }),
+        }
+    }
 }
 
 /// What the thread knows.

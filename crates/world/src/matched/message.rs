@@ -1,11 +1,6 @@
-//! What is known of an operation and its messages until it has ended.
+//! What is known of a message, and what its ends say of it to each other.
 
-use std::sync::Arc;
-
-use ftcore::engine::Ticket;
-use ftcore::{Collective, Completion, Error, ErrorKind, Result, Stream, Tensor, Work};
-
-use super::{Call, Matching};
+use ftcore::{Collective, Error, ErrorKind, Result, Tensor, Work};
 
 /// What one end says of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,49 +62,5 @@ impl Part {
             content,
             over: false,
         })
-    }
-}
-
-/// An operation that has not ended.
-pub(super) struct Open {
-    pub(super) ticket: Ticket<Matching>,
-    pub(super) member: usize,
-    pub(super) stream: Option<Arc<dyn Stream>>,
-    pub(super) parts: Vec<Part>,
-    pub(super) left: usize,
-    pub(super) source: Option<u32>,
-    pub(super) failure: Option<Error>,
-}
-
-impl Open {
-    pub(super) fn new(call: Call, ticket: Ticket<Matching>) -> Self {
-        let ops = match call.op {
-            Collective::Batch { ops } => ops,
-            one => vec![one],
-        };
-        let part = |op| Part::of(op, call.member);
-        let parts: Vec<Part> = ops.into_iter().filter_map(part).collect();
-        Self {
-            ticket,
-            member: call.member,
-            stream: call.stream,
-            left: parts.len(),
-            parts,
-            source: None,
-            failure: None,
-        }
-    }
-
-    /// Tells its caller.
-    pub(super) fn end(self) {
-        let tensors = self.parts.into_iter().filter_map(|part| part.tensor).collect();
-        match self.failure {
-            Some(error) => self.ticket.fail(error, tensors),
-            None => self.ticket.succeed(Completion {
-                tensors,
-                source: self.source,
-                contributors: 0,
-            }),
-        }
     }
 }
