@@ -27,7 +27,7 @@ pub(super) fn check(sources: &[Source]) -> Vec<Finding> {
         files.retain(|module, _| !tests.iter().any(|test| module.starts_with(test)));
         let imports = imports(&files);
         for circle in circles(&imports) {
-            let names: Vec<String> = circle.iter().map(|m| name(m)).collect();
+            let names: Vec<String> = circle.iter().map(name).collect();
             let path = circle.first().and_then(|m| files.get(m));
             let path = path.map_or("", |s| s.path.as_str());
             let text = format!("these files import each other: {}", names.join(" → "));
