@@ -1,5 +1,5 @@
-//! What happens where oneCCL itself offers nothing: deadlines, two ranks in one process, options, the environment, the end
-//! of a process with a thread stuck in the library. On the real oneCCL; ranks are this binary started again.
+//! What happens where oneCCL itself offers nothing: deadlines, deaths, two ranks in one process, options, the environment, the
+//! end of a process with a thread stuck in the library. On the real oneCCL; ranks are this binary started again.
 
 #![allow(
     clippy::unwrap_used,
@@ -10,6 +10,7 @@
 #[path = "lifecycle/raw.rs"]
 mod raw;
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,6 +51,8 @@ struct Case {
     together: bool,
     environment: &'static [(&'static str, &'static str)],
     body: fn(&Rank) -> Outcome,
+    /// This rank kills itself.
+    killed: Option<u32>,
 }
 
 /// Of a transport that oneCCL does not have, and what it says then.
@@ -58,13 +61,14 @@ const ITS_WORDS: &str = "CCL_ATL_TRANSPORT: unexpected value: pigeons";
 /// Of a provider that libfabric does not have.
 const NO_PROVIDER: &[(&str, &str)] = &[("FI_PROVIDER", "pigeons")];
 
-const CASES: [Case; 13] = [
+const CASES: [Case; 14] = [
     Case {
         name: "the_librarys_own_words_are_in_the_error_of_all_ranks",
         world: 2,
         together: true,
         environment: NO_TRANSPORT,
         body: no_transport,
+        killed: None,
     },
     Case {
         name: "the_librarys_own_words_come_through_a_child_process",
@@ -72,6 +76,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: NO_TRANSPORT,
         body: no_transport_in_a_child,
+        killed: None,
     },
     Case {
         name: "a_communicator_that_does_not_start_is_the_librarys_error",
@@ -79,6 +84,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: NO_PROVIDER,
         body: no_provider,
+        killed: None,
     },
     Case {
         name: "the_words_of_a_call_on_a_live_communicator_are_read_and_it_goes_on",
@@ -86,6 +92,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: raw::words_of_calls,
+        killed: None,
     },
     Case {
         name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
@@ -93,6 +100,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: stuck,
+        killed: None,
     },
     Case {
         name: "l39_two_ranks_in_one_process_are_refused_instead_of_hanging",
@@ -100,6 +108,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: threads,
+        killed: None,
     },
     Case {
         name: "inv4_contributors_are_the_same_beside_the_data_and_in_calls",
@@ -107,6 +116,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: contributors,
+        killed: None,
     },
     Case {
         name: "l42_options_reach_the_library_and_the_children_of_a_split",
@@ -114,6 +124,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: options,
+        killed: None,
     },
     Case {
         name: "the_users_environment_is_never_overridden",
@@ -121,6 +132,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[("CCL_YIELD", "pause"), ("CCL_KVS_IFACE", "lo")],
         body: environment,
+        killed: None,
     },
     Case {
         name: "the_librarys_log_stays_on_standard_output_for_who_asks",
@@ -128,6 +140,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[(ENV_STDOUT, "keep")],
         body: sum,
+        killed: None,
     },
     Case {
         name: "messages_of_other_sizes_fail_on_both_sides_and_nobody_is_stuck",
@@ -135,6 +148,7 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: messages,
+        killed: None,
     },
     Case {
         name: "dropping_a_group_never_waits_and_a_process_may_end_while_the_library_is_still_loading",
@@ -142,6 +156,7 @@ const CASES: [Case; 13] = [
         together: false,
         environment: &[(CHILD_OF, THIS_PROCESS)],
         body: early_end,
+        killed: None,
     },
     Case {
         name: "outside_isolated_groups_nothing_is_loaded_before_configure",
@@ -149,6 +164,15 @@ const CASES: [Case; 13] = [
         together: true,
         environment: &[],
         body: nothing_in_the_background,
+        killed: None,
+    },
+    Case {
+        name: "l27_the_death_of_a_rank_ends_the_others_work_at_once",
+        world: 3,
+        together: true,
+        environment: &[],
+        body: death,
+        killed: Some(2),
     },
 ];
 
@@ -234,6 +258,31 @@ fn no_provider(rank: &Rank) -> Outcome {
     ensure(own || e.to_string().contains("reports"), || {
         format!("{e}: {:?}", e.code())
     })
+}
+
+/// Rank 2 is killed while the others are in a call of oneCCL, which tells them nothing.
+fn death(rank: &Rank) -> Outcome {
+    let group = XcclGroup::new("lifecycle", GroupOptions::default())?;
+    group.configure(configuration(rank, 3, 1))?;
+    let ones = || Tensor::from_vec(vec![1f32; 200_000]);
+    group.all_reduce(ones(), ReduceOp::Sum)?.wait(soon())?;
+    if rank.rank == 2 {
+        rank.store.wait(&["0 is in it", "1 is in it"], soon())?;
+        let own = rustix::process::getpid();
+        rustix::process::kill_process(own, rustix::process::Signal::KILL)?;
+    }
+    let op = Collective::AllReduce {
+        tensors: vec![ones()],
+        op: ReduceOp::Sum,
+    };
+    let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_secs(300))))?;
+    rank.store.set(&format!("{} is in it", rank.rank), b"1", soon())?;
+    // Long before its deadline.
+    let e = work.wait(soon()).expect_err("a rank is gone");
+    ensure(
+        e.kind() == ErrorKind::PeerLost && e.context().peer == Some(2),
+        || format!("{e}"),
+    )
 }
 
 fn stuck(rank: &Rank) -> Outcome {
@@ -519,8 +568,11 @@ fn run(case: &Case) -> Outcome {
             .collect()
     };
     let mut failures = String::new();
-    for output in outputs {
+    for (rank, output) in (0..).zip(outputs) {
         let output = output?;
+        if case.killed == Some(rank) && output.status.signal() == Some(9) {
+            continue;
+        }
         // oneCCL always has a warning to log when a communicator starts; the ranks themselves print nothing.
         let said = String::from_utf8_lossy(&output.stdout);
         let kept = case.environment.iter().any(|(name, _)| *name == ENV_STDOUT);

@@ -3,8 +3,9 @@
 //! For libraries that cannot cancel an operation in process, that crash, or of which one process can hold only one rank.
 //! [`IsolatedGroup`] is the group (`group`); it starts a child (`child_pool`, `spare`), whose parent side is a `link` (its groups, orders, end) and
 //! a `keeper` (the thread that hears it). Each configuration is an engine of `ftcore`, whose `driver` has the operations that are in the child.
-//! Ranks of a backend that cannot abort hear of each other's failures through `notices` (to the others a `watch`). Orders and reports go over a socket (`channel`, `wire`),
-//! tensors through shared memory (`shm`, `pool`, `staging`) or memory of a device (`crossing`), the rendezvous store over a second socket (`store`). The child's side is
+//! Ranks of a backend that cannot abort hear of each other's failures through `notices` (to the others a `watch`). Orders and reports go over a
+//! socket (`channel`, `wire`), tensors through shared memory (`shm`, `pool`, `staging`) or memory of a device (`crossing`), the rendezvous
+//! store over a second socket (`store`). The child's side is
 //! `child`: the same executable started again, which must call [`run_child_if_asked`] first thing in `main`:
 //!
 //! ```no_run
