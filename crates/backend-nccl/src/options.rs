@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::peers::Terms;
+use ftcore::peers::{Door, Terms};
 use ftcore::{Credentials, Error, GroupOptions, Result, agreement};
 use nccl_sys::{Config, Version};
 
@@ -54,6 +54,7 @@ pub(crate) struct Settings {
     pub(crate) detects: bool,
     /// What ranks prove to each other.
     pub(crate) credentials: Option<Arc<Credentials>>,
+    door: Door,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -110,6 +111,7 @@ impl Settings {
             count_contributors,
             detects,
             credentials,
+            door: Door::of("nccl"),
             wish,
             version,
             options,
@@ -144,6 +146,7 @@ impl Settings {
             ),
             one_per_process: false,
             credentials: self.credentials.clone(),
+            door: self.door.clone(),
         }
     }
 }

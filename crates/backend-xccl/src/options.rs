@@ -18,7 +18,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::peers::Terms;
+use ftcore::peers::{Door, Terms};
 use ftcore::{Credentials, Error, ErrorKind, GroupOptions, Result, agreement};
 use oneccl_sys::Library;
 
@@ -47,6 +47,7 @@ pub(crate) struct Settings {
     pub(crate) detects: bool,
     /// What ranks prove to each other on the control connections.
     pub(crate) credentials: Option<Arc<Credentials>>,
+    door: Door,
 }
 
 impl Default for Settings {
@@ -57,6 +58,7 @@ impl Default for Settings {
             beside: true,
             detects: false,
             credentials: None,
+            door: Door::default(),
         }
     }
 }
@@ -99,6 +101,7 @@ impl Settings {
             beside,
             detects,
             credentials,
+            door: Door::of("xccl"),
         })
     }
 
@@ -118,6 +121,7 @@ impl Settings {
             ),
             one_per_process: true,
             credentials: self.credentials.clone(),
+            door: self.door.clone(),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
-use crate::ftcore::peers::{Peers, Terms};
+use crate::ftcore::peers::{Door, Peers, Terms};
 use crate::ftcore::{Collective, Configuration, Credentials, Error, Event, Result, deadline_in};
 use crate::issue::{Counters, Issuer};
 use crate::raw::hccl::{CommHandle, Hccl};
@@ -72,6 +72,7 @@ impl HcclDriver {
     pub(crate) fn connect(
         configuration: &Configuration,
         credentials: Option<&Arc<Credentials>>,
+        door: Door,
         counters: Arc<Counters>,
     ) -> Result<Arc<Engine<Self>>> {
         let terms = |runtime: &Runtime| Terms {
@@ -79,6 +80,7 @@ impl HcclDriver {
             setup: format!("HCCL version {}", runtime.libraries.hccl.version),
             one_per_process: true,
             credentials: credentials.cloned(),
+            door,
         };
         let (runtime, handle, meeting) = rendezvous::connect(configuration, terms)?;
         let place = Place::of(configuration);

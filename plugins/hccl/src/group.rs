@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::driver::{Call, HcclDriver};
 use crate::ftcore::engine::{Backend, Engine, Group, OnCallers};
+use crate::ftcore::peers::Door;
 use crate::ftcore::{
     Capabilities, Collective, Configuration, Credentials, DType, DTypeSet, Device, FeatureSet, GroupOptions,
     OpKind, OpSet, ReduceOp, Rejected, Result, SubmitOptions, Traffic, names, notes, wrong_device,
@@ -104,6 +105,7 @@ pub struct HcclBackend {
     capabilities: Capabilities,
     /// What ranks prove to each other on the control connections.
     credentials: Option<Arc<Credentials>>,
+    door: Door,
     counters: Arc<Counters>,
 }
 
@@ -118,6 +120,7 @@ impl Backend for HcclBackend {
         Ok(Self {
             capabilities: capabilities(),
             credentials: options.credentials()?,
+            door: Door::of(Self::NAME),
             counters: Arc::default(),
         })
     }
@@ -131,7 +134,12 @@ impl Backend for HcclBackend {
     }
 
     fn connect(&self, configuration: &Configuration) -> Result<Arc<Engine<HcclDriver>>> {
-        HcclDriver::connect(configuration, self.credentials.as_ref(), self.counters.clone())
+        HcclDriver::connect(
+            configuration,
+            self.credentials.as_ref(),
+            self.door.clone(),
+            self.counters.clone(),
+        )
     }
 
     /// The stream's present end is marked here and now, on the caller's thread.

@@ -33,27 +33,48 @@ pub struct Terms {
     pub one_per_process: bool,
     /// What ranks prove to each other.
     pub credentials: Option<Arc<Credentials>>,
+    /// Where rank 0 listens.
+    pub door: Door,
+}
+
+/// What the environment says of rank 0's port. Read when a group is made, not when it meets: a vendor's library may write to the environment
+/// on a thread of its own meanwhile, and no lock of ours holds C's `setenv` up.
+#[derive(Debug, Clone, Default)]
+pub struct Door {
+    /// The address that the other hosts are told; without it the one of [`host_address::outward`].
+    host: Option<String>,
+    /// Without credentials it is reached from other hosts all the same.
+    is_insecure: bool,
+}
+
+impl Door {
+    /// Of the groups of `backend`.
+    pub fn of(backend: &str) -> Self {
+        Self {
+            host: std::env::var(variable(backend)).ok(),
+            is_insecure: is_insecure(false),
+        }
+    }
+}
+
+fn variable(backend: &str) -> String {
+    format!("{}HOST", variable_prefix(backend))
 }
 
 impl Terms {
-    /// The variable with the address that the other hosts are told of rank 0; without it the one of [`host_address::outward`].
-    fn variable(&self) -> String {
-        format!("{}HOST", variable_prefix(self.backend))
-    }
-
     /// The address under which other hosts reach this one.
     fn own_address(&self) -> Result<IpAddr> {
-        let variable = self.variable();
-        if let Ok(host) = std::env::var(&variable) {
-            return host
-                .parse()
-                .map_err(|_| Error::invalid(format!("{variable}={host} is not an IP address")));
+        match &self.door.host {
+            Some(host) => host.parse().map_err(|_| {
+                let variable = variable(self.backend);
+                Error::invalid(format!("{variable}={host} is not an IP address"))
+            }),
+            None => Ok(host_address::outward(true).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))),
         }
-        Ok(host_address::outward(true).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
     }
 
     fn is_open(&self) -> bool {
-        self.credentials.is_some() || is_insecure(false)
+        self.credentials.is_some() || self.door.is_insecure
     }
 
     fn key(&self, c: &Configuration) -> String {
@@ -162,7 +183,7 @@ fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(TcpListener, Published)
         )
     };
     let is_open = terms.is_open();
-    if !is_open && std::env::var_os(terms.variable()).is_some() {
+    if !is_open && terms.door.host.is_some() {
         may_listen(
             terms.backend,
             SocketAddr::new(terms.own_address()?, 0),
@@ -370,7 +391,7 @@ fn connect(
         true => IpAddr::V4(Ipv4Addr::LOCALHOST),
         false => published.address,
     };
-    let hint = hint(is_here, ip, terms.is_open(), &terms.variable());
+    let hint = hint(is_here, ip, terms.is_open(), &variable(terms.backend));
     let address = SocketAddr::new(ip, published.port);
     let left = time_left(c.deadline).max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&address, left).map_err(|e| {

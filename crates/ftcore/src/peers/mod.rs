@@ -26,7 +26,7 @@ use crate::{Error, ErrorKind, Result, time_left};
 use line::Line;
 use wire::{Frame, Kind};
 
-pub use meet::{Meeting, Terms, meet, ranks};
+pub use meet::{Door, Meeting, Terms, meet, ranks};
 
 /// What is heard.
 enum Notice {

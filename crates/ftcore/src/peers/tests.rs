@@ -11,6 +11,7 @@ fn terms(setup: &str, one_per_process: bool) -> Terms {
         setup: setup.to_string(),
         one_per_process,
         credentials: None,
+        door: Door::default(),
     }
 }
 
