@@ -311,6 +311,14 @@ impl Rank {
         }
     }
 
+    /// What an operation that must fail fails with; what the group did, if the other rank failed before it was submitted.
+    pub(crate) fn fails(&self, group: &dyn ProcessGroup) -> Outcome<Error> {
+        match self.submit(group, self.soon()) {
+            Ok(work) => self.failure(&work),
+            Err(refused) => group.error().ok_or(refused),
+        }
+    }
+
     /// Ends this process as a crash would.
     pub(crate) fn die(&self) -> Outcome {
         let done = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
