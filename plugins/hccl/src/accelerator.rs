@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::ftcore::{Accelerator, DType, DeviceKind, Error, Result, Stream, Tensor, deadline_in};
+use crate::ftcore::{Accelerator, DType, DeviceKind, Error, Result, Stream, Tensor, deadline_in, poll};
 use crate::raw::memory::{self, DEVICE};
 use crate::raw::synapse::{Direction, Staging};
 use crate::runtime::{Runtime, libraries, runtime};
-use crate::stream::{HpuStream, wait_until};
+use crate::stream::HpuStream;
 
 /// Host memory is copied in pieces of this size.
 const PIECE: usize = 4 << 20;
@@ -116,7 +116,7 @@ impl Accelerator for HpuAccelerator {
     fn synchronize(&self, index: u32, deadline: Instant) -> Result<()> {
         only_first(index)?;
         let runtime = runtime()?;
-        wait_until(deadline, "the end of all streams", || runtime.idle())
+        poll(deadline, "the end of all streams", || runtime.idle())
     }
 
     fn name(&self, index: u32) -> Result<String> {

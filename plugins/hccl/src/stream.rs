@@ -4,44 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::ftcore::{Device, Error, Event, Result, Stream, deadline_in};
+use crate::ftcore::{Device, Event, Result, Stream, deadline_in, poll};
 use crate::raw::memory::DEVICE;
 use crate::raw::synapse::{EventHandle, StreamHandle};
 use crate::runtime::Runtime;
-
-/// How long between two looks at something that takes time.
-const SLOWEST_POLL: Duration = Duration::from_micros(500);
-
-/// Pauses that grow from a yield to [`SLOWEST_POLL`]: quick answers cost no sleep, long waits no core.
-#[derive(Default)]
-pub(crate) struct Backoff(u32);
-
-impl Backoff {
-    /// Pauses once.
-    pub(crate) fn pause(&mut self) {
-        self.0 = self.0.saturating_add(1);
-        match self.0 {
-            ..=30 => std::thread::yield_now(),
-            n => std::thread::sleep(Duration::from_micros(20 * u64::from(n - 30)).min(SLOWEST_POLL)),
-        }
-    }
-}
-
-/// Waits until `done` says so; `Timeout` at the deadline, naming `what`.
-pub(crate) fn wait_until(
-    deadline: Instant,
-    what: &str,
-    mut done: impl FnMut() -> Result<bool>,
-) -> Result<()> {
-    let mut backoff = Backoff::default();
-    while !done()? {
-        if Instant::now() >= deadline {
-            return Err(Error::timeout(format!("{what} on {DEVICE} was not reached")));
-        }
-        backoff.pause();
-    }
-    Ok(())
-}
 
 /// A stream. Ended when dropped if it is idle; left to the driver otherwise.
 pub(crate) struct HpuStream {
@@ -122,7 +88,7 @@ impl Stream for HpuStream {
     }
 
     fn synchronize(&self, deadline: Instant) -> Result<()> {
-        wait_until(deadline, "the end of a stream", || self.query())
+        poll(deadline, "the end of a stream", || self.query())
     }
 }
 
@@ -132,7 +98,7 @@ impl Event for HpuEvent {
     }
 
     fn synchronize(&self, deadline: Instant) -> Result<()> {
-        wait_until(deadline, "an event", || self.query())
+        poll(deadline, "an event", || self.query())
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -4,10 +4,9 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Event, Result};
+use ftcore::{Event, Result, poll};
 
 use super::gpu::Gpu;
-use super::poll::poll;
 use super::raw::{EventHandle, IpcHandle, StreamHandle};
 
 /// A recorded point in a stream.

@@ -13,7 +13,6 @@ pub(crate) mod kernels;
 pub(crate) mod lost;
 pub(crate) mod memory;
 pub(crate) mod pinned;
-mod poll;
 pub(crate) mod raw;
 pub(crate) mod slots;
 pub(crate) mod stream;

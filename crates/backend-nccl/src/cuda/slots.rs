@@ -3,9 +3,8 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result, deadline_in, poll};
 
-use super::poll::poll;
 use super::raw::{Driver, Pinned, Span, StreamHandle};
 
 const SLOTS: usize = 4096;

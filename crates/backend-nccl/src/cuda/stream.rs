@@ -5,11 +5,10 @@ use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use ftcore::{Device, Error, ErrorKind, Event, Result, Stream, deadline_in};
+use ftcore::{Device, Error, ErrorKind, Event, Result, Stream, deadline_in, poll};
 
 use super::event::CudaEvent;
 use super::gpu::{Entered, Gpu};
-use super::poll::poll;
 use super::raw::StreamHandle;
 
 /// A stream of one device.

@@ -5,9 +5,9 @@
 
 use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ftcore::{Error, Event, Result, Status, time_left};
+use ftcore::{Error, Event, Result, Status, poll, time_left};
 
 use super::stream::Core;
 use crate::raw::sycl::EventHandle;
@@ -212,28 +212,6 @@ impl XpuEvent {
     }
 }
 
-/// Polls `ready` until it says true: without sleeping at first, then ever longer, at most half a millisecond.
-fn poll(deadline: Instant, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
-    let mut pause = Duration::from_micros(5);
-    for round in 0u32.. {
-        if ready()? {
-            return Ok(());
-        }
-        if time_left(deadline).is_zero() {
-            return Err(Error::timeout(
-                "a point of an xpu stream was not reached by the deadline",
-            ));
-        }
-        if round < 20 {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(pause.min(time_left(deadline)));
-            pause = (pause * 2).min(Duration::from_micros(500));
-        }
-    }
-    Ok(())
-}
-
 impl Event for XpuEvent {
     fn query(&self) -> Result<bool> {
         match self.settled() {
@@ -247,7 +225,7 @@ impl Event for XpuEvent {
     fn synchronize(&self, deadline: Instant) -> Result<()> {
         match self.settle(deadline)? {
             None => Ok(()),
-            Some(event) => poll(deadline, || event.is_done()),
+            Some(event) => poll(deadline, "a point of an xpu stream", || event.is_done()),
         }
     }
 
@@ -258,6 +236,8 @@ impl Event for XpuEvent {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use ftcore::deadline_in;
 

@@ -42,6 +42,8 @@ type Listener = Arc<dyn Fn(Notice) + Send + Sync>;
 /// What to do where the system gives no more sockets.
 const FILES: &str = "if files run out, raise `ulimit -n`";
 const SET_UP: &str = "setting a control connection up";
+
+/// The connection to one rank.
 struct Link {
     peer: u32,
     writer: Mutex<Line>,

@@ -1,11 +1,13 @@
-//! Waiting for the device on the host.
+//! Waiting on the host for a device whose events can only be asked.
 
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, Result, time_left};
+use crate::{Error, Result, time_left};
 
 /// Polls `ready` until it says true: without sleeping at first, then ever longer, at most half a millisecond.
-pub(crate) fn poll(deadline: Instant, what: &str, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
+///
+/// Errors: what `ready` says; `Timeout` that names `what` was not reached.
+pub fn poll(deadline: Instant, what: &str, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
     let mut pause = Duration::from_micros(5);
     for round in 0u32.. {
         if ready()? {
