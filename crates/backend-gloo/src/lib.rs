@@ -31,7 +31,6 @@ mod expected;
 mod group;
 mod kernels;
 mod leave;
-mod limits;
 mod messages;
 mod notices;
 mod options;

@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         Limit::unless_long(
             3,
             "larger worlds over TCP have rows of their own; OXCCL_LONG=1 runs them",
-        ),
+        )
+        .kills_only_again(),
     )
 }

@@ -106,7 +106,11 @@ fn main() -> ExitCode {
             )?))))
         }),
     );
-    let limit = Limit::of_a_wrapper();
+    let limit = Limit {
+        // Whose memory it is, that of this process or of another, is what is looked at.
+        kills_only_again: false,
+        ..Limit::of_a_wrapper()
+    };
     Plan {
         large: true,
         limit,

@@ -10,14 +10,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use backend_nccl::NcclGroup;
-use conformance::{Mode, run_on};
+use conformance::{Limit, Mode, run_limited};
 use ftcore::{Device, DeviceKind};
 
 fn main() -> ExitCode {
     standin::or_restart(&[]);
-    run_on(
+    run_limited(
         &Device::new(DeviceKind::Cuda, 0),
         &[Mode::Threads, Mode::Processes],
         Arc::new(|device, options| Ok(Box::new(NcclGroup::new("conformance", device, &options)?))),
+        Limit::NONE.kills_only_again(),
     )
 }

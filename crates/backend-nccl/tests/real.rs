@@ -47,6 +47,7 @@ fn main() -> ExitCode {
             Limit {
                 ranks: CudaAccelerator.count(),
                 why: "one rank per GPU; NCCL_MULTI_RANK_GPU_ENABLE=1 lets recent NCCL share one",
+                ..Limit::NONE
             },
         ),
     };

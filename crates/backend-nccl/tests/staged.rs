@@ -11,7 +11,7 @@ use std::sync::Arc;
 // Links the backend and the device kind, which register themselves.
 use backend_gloo as _;
 use backend_nccl as _;
-use conformance::{Limit, Mode, run_limited};
+use conformance::{Limit, Mode, Plan};
 use ftcore::{Device, DeviceKind, Registry};
 
 fn main() -> ExitCode {
@@ -21,10 +21,15 @@ fn main() -> ExitCode {
         ("OXCCL_STANDIN_CUDA_DELAY_US", "150"),
         ("OXCCL_STANDIN_CUDA_DELAY_SHARE", "5"),
     ]);
-    run_limited(
-        &Device::new(DeviceKind::Cuda, 0),
+    let plan = Plan::new(
+        Device::new(DeviceKind::Cuda, 0),
         &[Mode::Threads, Mode::Processes],
         Arc::new(|device, options| Registry::global().create("gloo", device, &options)),
-        Limit::of_a_wrapper(),
-    )
+    );
+    Plan {
+        limit: Limit::of_a_wrapper(),
+        lasting: true,
+        ..plan
+    }
+    .run()
 }

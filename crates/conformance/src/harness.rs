@@ -335,6 +335,8 @@ pub struct Limit {
     pub ranks: u32,
     /// The reason that is given.
     pub why: &'static str,
+    /// In the modes after the first, only the cases that kill a process run.
+    pub kills_only_again: bool,
 }
 
 impl Limit {
@@ -342,22 +344,37 @@ impl Limit {
     pub const NONE: Self = Self {
         ranks: u32::MAX,
         why: "",
+        kills_only_again: false,
     };
 
     /// `ranks`, but as many as a case wants with `OXCCL_LONG` (which `cargo xtask test --long` sets). `why` is given as the reason.
     pub fn unless_long(ranks: u32, why: &'static str) -> Self {
         match std::env::var_os("OXCCL_LONG") {
             Some(_) => Self::NONE,
-            None => Self { ranks, why },
+            None => Self {
+                ranks,
+                why,
+                ..Self::NONE
+            },
         }
     }
 
-    /// Of a group over another one: up to three ranks, and more with `OXCCL_LONG`.
+    /// The same, where nothing but a death depends on whether ranks are threads or processes: in the modes after the first only the cases that kill a
+    /// process run, and all with `OXCCL_LONG`.
+    pub fn kills_only_again(self) -> Self {
+        Self {
+            kills_only_again: std::env::var_os("OXCCL_LONG").is_none(),
+            ..self
+        }
+    }
+
+    /// Of a group over another one: up to three ranks, in the modes after the first only what kills; everything with `OXCCL_LONG`.
     pub fn of_a_wrapper() -> Self {
         Self::unless_long(
             3,
             "larger worlds differ only in the backend, which has a row of its own; OXCCL_LONG=1 runs them",
         )
+        .kills_only_again()
     }
 
     /// Of an isolated group over a backend of a vendor, whose ranks are dear to start: up to two ranks, and more with `OXCCL_LONG`.
@@ -387,6 +404,8 @@ pub(crate) struct Placed {
     pub(crate) case: Case,
     part: &'static str,
     limit: Limit,
+    /// A mode after the first, in which only kills are looked at.
+    again: bool,
 }
 
 impl Placed {
@@ -405,6 +424,10 @@ impl Placed {
         }
         if let Some(reason) = case.unmet(harness.capabilities(), harness.real_processes()) {
             return Verdict::NotOffered(reason);
+        }
+        if self.again && !case.needs.contains(&Needs::RealProcesses) {
+            let reason = "the first mode looks at it, this one at what kills a process; OXCCL_LONG=1 runs it here, too";
+            return Verdict::NotOffered(reason.to_owned());
         }
         match harness.run(case) {
             Ok(()) => Verdict::Passed,
@@ -552,6 +575,7 @@ impl Plan {
                         true => self.limit.min(Limit::of_data_again()),
                         false => self.limit,
                     },
+                    again: i > 0 && self.limit.kills_only_again,
                 }));
             }
         }

@@ -7,6 +7,7 @@
 pub mod hello;
 mod listening;
 pub mod records;
+pub mod strangers;
 
 use std::ffi::OsString;
 use std::fmt;

@@ -13,7 +13,7 @@ mod capability;
 mod collective;
 mod crossing;
 mod deadline;
-mod descriptors;
+pub mod descriptors;
 mod device;
 mod dtype;
 pub mod engine;

@@ -166,6 +166,7 @@ fn gloo() -> std::result::Result<Vec<Trial>, String> {
     let make = Arc::new(|_: &Device, options| make(options));
     let plan = Plan {
         limit: Limit::of_a_wrapper(),
+        lasting: true,
         ..Plan::new(Device::CPU, &[Mode::Threads, Mode::Processes], make)
     };
     plan.trials().map_err(|e| e.to_string())

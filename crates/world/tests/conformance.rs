@@ -24,6 +24,7 @@ fn plan(backends: &'static str) -> Plan {
     });
     Plan {
         limit: Limit::of_a_wrapper(),
+        lasting: true,
         ..Plan::new(Device::CPU, &[Mode::Threads, Mode::Processes], make)
     }
 }

@@ -21,18 +21,18 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::identity::hello::Topic;
+use ftcore::identity::hello::{NO_RANK, Topic};
 use ftcore::identity::may_listen;
+use ftcore::identity::strangers::Strangers;
 use ftcore::lifecycle::nonce;
-use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
+use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, descriptors, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use card::Card;
 pub(crate) use connected::Connected;
-use incoming::Stranger;
+use incoming::Incoming;
 use outgoing::{Dial, Dialed};
 
-use crate::limits;
 use crate::options::{Links, Settings, Transport};
 use crate::transport::interface::{self, Addresses};
 use crate::transport::lines::{self, Line};
@@ -147,9 +147,7 @@ struct Rendezvous<'a> {
     /// By rank; `None` where not known yet.
     cards: Vec<Option<Card>>,
     dialed: Vec<Dialed>,
-    strangers: Vec<Stranger>,
-    /// The last connection that was turned away because of its credentials: who, and why.
-    turned_away: Option<String>,
+    strangers: Strangers<Incoming, { Hello::BYTES }>,
     found: Vec<Found>,
     /// By rank: the line to its process that this rank says it knows.
     lines: Vec<Option<Arc<Line>>>,
@@ -168,7 +166,7 @@ pub(crate) fn connect(
     counters: Arc<Counters>,
 ) -> Result<Connected> {
     let rendezvous = Rendezvous::new(configuration, settings, counters);
-    let mut rendezvous = rendezvous.map_err(limits::named)?;
+    let mut rendezvous = rendezvous.map_err(descriptors::named)?;
     let hosts = rendezvous.run().and_then(|()| {
         let mut hosts = rendezvous.hosts();
         hosts.share(match settings.shares.is_empty() {
@@ -178,7 +176,7 @@ pub(crate) fn connect(
         Ok(hosts)
     });
     match hosts {
-        Ok(hosts) => rendezvous.into_connected(hosts).map_err(limits::named),
+        Ok(hosts) => rendezvous.into_connected(hosts).map_err(descriptors::named),
         Err(error) => {
             rendezvous.give_up(&error);
             Err(error)
@@ -210,6 +208,11 @@ fn own_core() -> u8 {
     }
 }
 
+/// What the hello of a connection is for.
+fn topic(configuration: &Configuration, from: u32, to: u32) -> Topic {
+    Topic::new("gloo", configuration.epoch.0, from, to)
+}
+
 fn key(configuration: &Configuration, rank: u32) -> String {
     format!("{}/{}/gloo/{rank}", configuration.prefix, configuration.epoch)
 }
@@ -237,13 +240,13 @@ impl<'a> Rendezvous<'a> {
         )?;
         let listen = || TcpListener::bind((bind, 0));
         let listener = match listen() {
-            Err(error) if limits::is_limit(&error) && limits::raise() => listen(),
+            Err(error) if descriptors::is_limit(&error) && descriptors::raise() => listen(),
             other => other,
         };
         let listener = listener
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
             .map_err(|e| Error::io(format!("listening on {bind}"), e))?;
-        limits::make_room(&listener, configuration.world_size);
+        descriptors::make_room(&listener, configuration.world_size);
         let port = listener
             .local_addr()
             .map_err(|e| Error::io("asking for the listener's port", e))?
@@ -253,7 +256,7 @@ impl<'a> Rendezvous<'a> {
             Transport::Tcp => None,
             Transport::Shm => Some(open_local(configuration.world_size)?),
             Transport::Auto | Transport::Mixed => match open_local(configuration.world_size) {
-                Err(error) if limits::is_limit_of(&error) => return Err(error),
+                Err(error) if descriptors::is_limit_of(&error) => return Err(error),
                 Err(error) => {
                     tracing::warn!(%error, "no shared memory here; using TCP");
                     None
@@ -298,8 +301,13 @@ impl<'a> Rendezvous<'a> {
             card,
             cards: (0..configuration.world_size).map(|_| None).collect(),
             dialed,
-            strangers: Vec::new(),
-            turned_away: None,
+            strangers: Strangers::new(
+                "gloo",
+                settings.credentials.clone(),
+                topic(configuration, NO_RANK, configuration.rank),
+                // Every other rank may come at once, with all its connections.
+                (3 + settings.rails() as usize).saturating_mul(configuration.world_size as usize),
+            ),
             found: (0..configuration.world_size)
                 .map(|_| Found {
                     rails: (0..settings.rails()).map(|_| None).collect(),
@@ -321,8 +329,7 @@ impl<'a> Rendezvous<'a> {
         loop {
             c.cancel.check().map_err(|e| self.named(e))?;
             let searching = self.look_up()?;
-            self.accept()?;
-            self.greet_strangers()?;
+            self.greet()?;
             self.dial()?;
             self.say_ready()?;
             self.look_at_found()?;
@@ -380,10 +387,7 @@ impl<'a> Rendezvous<'a> {
         };
         let missing: Vec<String> = missing.iter().map(u32::to_string).collect();
         let total = c.deadline.saturating_duration_since(self.began).as_secs_f64();
-        let turned_away = match &self.turned_away {
-            Some(text) => format!("; a connection was turned away, {text}"),
-            None => String::new(),
-        };
+        let turned_away = self.strangers.hint();
         self.named(Error::timeout(format!(
             "waiting for {} {} of {} in phase {phase}, {:.1} s of {total:.1} s{turned_away}",
             if missing.len() == 1 { "rank" } else { "ranks" },
@@ -435,11 +439,6 @@ impl<'a> Rendezvous<'a> {
             Err(e) if e.kind() == ErrorKind::Timeout => Ok(false),
             Err(e) => Err(self.named(e)),
         }
-    }
-
-    /// What the hello of a connection is for.
-    fn topic(&self, from: u32, to: u32) -> Topic {
-        Topic::new("gloo", self.configuration.epoch.0, from, to)
     }
 
     fn hello(&self, purpose: Purpose, nonce: u64, line: u64) -> Hello {
@@ -510,9 +509,9 @@ impl<'a> Rendezvous<'a> {
         if let Some((listener, _)) = &self.local {
             fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
         }
-        for stranger in &self.strangers {
-            fds.push(PollFd::from_borrowed_fd(stranger.link.as_fd(), PollFlags::IN));
-            wake_at = wake_at.min(stranger.until);
+        for (stranger, until) in self.strangers.waiting() {
+            fds.push(PollFd::from_borrowed_fd(stranger.as_fd(), PollFlags::IN));
+            wake_at = wake_at.min(until);
         }
         for dialed in self.dialed.iter().filter(|d| self.is_wanted(d)) {
             match &dialed.state {

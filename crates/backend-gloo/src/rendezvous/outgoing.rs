@@ -7,13 +7,12 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use ftcore::identity::hello::{Handshake, Reason, Refused};
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Error, ErrorKind, Result, deadline_in, descriptors, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::card::Card;
-use super::{Common, Rendezvous};
-use crate::limits;
+use super::{Common, Rendezvous, topic};
 use crate::options::Transport;
 use crate::transport::lines;
 use crate::transport::tcp::{Link, Moved, Stream, unpaced};
@@ -134,8 +133,8 @@ impl Rendezvous<'_> {
                         let link = Link::local(stream, self.counters.clone())?;
                         (self.begin_hello(link, rank)?, true)
                     }
-                    Err(error) if limits::is_limit(&error) && !limits::raise() => {
-                        return Err(self.named(limits::reached("connecting")));
+                    Err(error) if descriptors::is_limit(&error) && !descriptors::raise() => {
+                        return Err(self.named(descriptors::reached("connecting")));
                     }
                     Err(error) => {
                         tracing::debug!(rank, %error, "no way to its shared memory; trying again");
@@ -146,8 +145,8 @@ impl Rendezvous<'_> {
             }
             Dial::Waiting { .. } => match begin(address, within_host) {
                 Ok(fd) => (Dial::Connecting(fd), true),
-                Err(error) if limits::is_limit(&error) && !limits::raise() => {
-                    return Err(self.named(limits::reached("connecting")));
+                Err(error) if descriptors::is_limit(&error) && !descriptors::raise() => {
+                    return Err(self.named(descriptors::reached("connecting")));
                 }
                 Err(error) => {
                     tracing::debug!(rank, %address, %error, "connecting failed; trying again");
@@ -238,8 +237,8 @@ impl Rendezvous<'_> {
                 if have == Hello::BYTES {
                     self.answered(rank, purpose, link, &buffer, handles)?;
                     (Dial::Done, false)
-                } else if moved == Moved::Closed && link.starved && !limits::raise() {
-                    return Err(self.named(limits::reached("taking shared memory")));
+                } else if moved == Moved::Closed && link.starved && !descriptors::raise() {
+                    return Err(self.named(descriptors::reached("taking shared memory")));
                 } else if moved == Moved::Closed {
                     tracing::debug!(rank, %address, "the rank closed the connection; trying again");
                     if purpose == Purpose::Local {
@@ -281,7 +280,7 @@ impl Rendezvous<'_> {
         let Some(credentials) = &self.settings.credentials else {
             return Ok(greeting(link));
         };
-        let topic = self.topic(self.configuration.rank, rank);
+        let topic = topic(self.configuration, self.configuration.rank, rank);
         let hello = Box::new(Handshake::call(credentials.clone(), topic)?);
         Ok(Dial::Proving { link, hello })
     }

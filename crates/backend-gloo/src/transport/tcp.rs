@@ -374,19 +374,8 @@ impl Link {
 /// A link as a stream that says `WouldBlock`, for the hello of the credentials.
 pub(crate) struct Stream<'a>(pub(crate) &'a mut Link);
 
-impl Stream<'_> {
-    /// Takes what has come in, up to a limit: a connection that is closed with bytes unread resets, and what was written last may not arrive.
-    pub(crate) fn drain(&mut self) {
-        let mut sink = [0; 1024];
-        for _ in 0..4 {
-            if !matches!(self.0.read(&mut sink), Moved::Bytes(_)) {
-                return;
-            }
-        }
-    }
-}
-
-fn moved(moved: Moved, closed: Option<&str>) -> io::Result<usize> {
+/// As the standard library says it. `closed`: how the end showed.
+pub(crate) fn moved(moved: Moved, closed: Option<&str>) -> io::Result<usize> {
     match moved {
         Moved::Bytes(n) => Ok(n),
         Moved::Nothing => Err(io::ErrorKind::WouldBlock.into()),

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 
 use crate::identity::records::{Opener, Sealer};
+use crate::identity::strangers::Caller;
 
 /// A connection. Reads and writes are those of its socket, blocking or not.
 #[derive(Debug)]
@@ -27,11 +28,6 @@ impl From<TcpStream> for Line {
 }
 
 impl Line {
-    /// From now on the connection is encrypted: the hello has made the keys.
-    pub(crate) fn encrypt(&mut self, (sealer, opener): (Sealer, Opener)) {
-        (self.sealer, self.opener) = (Some(Box::new(sealer)), Some(Box::new(opener)));
-    }
-
     /// A second hand on the connection, for the one that reads; this one writes from now on.
     pub(crate) fn reader(&mut self) -> io::Result<Self> {
         let mut reader = Self::from(self.stream.try_clone()?);
@@ -55,6 +51,12 @@ impl Line {
             into.copy_from_slice(from);
         }
         Ok(n)
+    }
+}
+
+impl Caller for Line {
+    fn encrypt(&mut self, (sealer, opener): (Sealer, Opener)) {
+        (self.sealer, self.opener) = (Some(Box::new(sealer)), Some(Box::new(opener)));
     }
 }
 

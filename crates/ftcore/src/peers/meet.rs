@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use super::FILES;
 use super::line::Line;
 use super::record::{Published, refusal, refused};
-use super::strangers::{Greeted, Strangers, topic};
 use super::wire::{Frame, Hello, Kind, Setup, TOKEN};
 use crate::engine::Place;
-use crate::identity::hello::{Handshake, Refused};
+use crate::identity::hello::{Handshake, NO_RANK, Refused, Topic};
+use crate::identity::strangers::{Caller as _, Greeted, Strangers};
 use crate::identity::{INSECURE, is_insecure, may_listen};
 use crate::lifecycle::nonce;
 use crate::{
@@ -239,7 +239,17 @@ fn collect(
 ) -> Result<(Vec<Guest>, Option<u32>)> {
     let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
-    let mut strangers = Strangers::new(terms.backend, terms.credentials.clone(), c.epoch.0, c.world_size);
+    let about = topic(terms.backend, c.epoch.0, NO_RANK);
+    let mut strangers = Strangers::new(
+        terms.backend,
+        terms.credentials.clone(),
+        about,
+        c.world_size as usize,
+    );
+    let next = || {
+        let (stream, from) = listener.accept()?;
+        Ok((open_line(stream), from.to_string()))
+    };
     let mut verdict = Ok(());
     while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
         if let Some(reason) = c.cancel.reason() {
@@ -248,27 +258,24 @@ fn collect(
             let missing: Vec<u32> = (1..c.world_size)
                 .filter(|r| guests.iter().all(|g| g.hello.rank != *r))
                 .collect();
-            let turned_away = match &strangers.turned_away {
-                Some(text) => format!("; a connection was turned away, {text}"),
-                None => String::new(),
-            };
-            let (missing, world) = (ranks(&missing), c.world_size);
+            let (missing, world, turned_away) = (ranks(&missing), c.world_size, strangers.hint());
             let text = format!("{missing} of {world} did not come (phase: control connections){turned_away}");
             verdict = Err(Error::timeout(text));
-        } else if let Err(e) = strangers.accept(listener) {
-            verdict = Err(io(e));
-        } else if let Some(greeted) = strangers.next_greeted() {
-            match judge(greeted, own) {
-                Ok(Some(guest)) if guests.iter().all(|g| g.hello.rank != guest.hello.rank) => {
-                    guests.push(guest);
-                }
-                // A stranger, or a rank that is there already.
-                Ok(_) => {}
-                Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
-                Err(error) => tracing::debug!(%error, "a stranger at the control port was turned away"),
-            }
         } else {
-            std::thread::sleep(Duration::from_micros(300));
+            match strangers.accept(next).and_then(|()| strangers.greeted()) {
+                Err(e) => verdict = Err(io(e)),
+                Ok(None) => std::thread::sleep(Duration::from_micros(300)),
+                Ok(Some(mut greeted)) => match judge(&mut greeted, own) {
+                    // A rank that is there already.
+                    Ok(hello) if guests.iter().any(|g| g.hello.rank == hello.rank) => {}
+                    Ok(hello) => guests.push(Guest {
+                        hello,
+                        stream: greeted.caller,
+                    }),
+                    Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
+                    Err(e) => strangers.drop(&greeted.from, &e.message()),
+                },
+            }
         }
     }
     let mut order: Vec<(u64, u32)> = guests.iter().map(|g| (g.hello.process, g.hello.rank)).collect();
@@ -327,37 +334,50 @@ pub fn ranks(list: &[u32]) -> String {
     }
 }
 
-/// A connection that has greeted. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
-fn judge(greeted: Greeted, own: &Hello) -> Result<Option<Guest>> {
+/// What the hello of a control connection is for.
+fn topic(backend: &str, epoch: u64, from: u32) -> Topic {
+    Topic::new(backend, epoch, from, 0)
+}
+
+/// A connection that came in, as strangers have it.
+fn open_line(stream: TcpStream) -> Result<Line> {
+    let set = stream
+        .set_nonblocking(true)
+        .and_then(|()| stream.set_nodelay(true));
+    set.map_err(|e| Error::io("a control connection", e))?;
+    Ok(stream.into())
+}
+
+/// Who a connection is that has greeted. `Mismatch` for a rank of this job that is set up in another way, which is told so.
+fn judge(greeted: &mut Greeted<Line, { Hello::BYTES }>, own: &Hello) -> Result<Hello> {
     let io = |e| Error::io("a control connection", e);
-    let Greeted {
-        mut stream,
-        from,
-        hello,
-    } = greeted;
-    if hello.token != own.token || hello.rank == 0 || hello.rank >= own.world.max(hello.world) {
-        tracing::debug!(%from, "a stranger at the control port was turned away");
-        return Ok(None);
+    let hello = Hello::decode(&greeted.said)?;
+    let stranger = |text| Err(Error::new(ErrorKind::Protocol, text));
+    if greeted.proved.is_some_and(|rank| rank != hello.rank) {
+        return stranger("it proved itself as another rank");
     }
-    stream.stream.set_nonblocking(false).map_err(io)?;
+    if hello.token != own.token || hello.rank == 0 || hello.rank >= own.world.max(hello.world) {
+        return stranger("it is not of this job, or of another configuration");
+    }
+    let stream = &greeted.caller.stream;
+    stream.set_nonblocking(false).map_err(io)?;
     stream
-        .stream
         .set_write_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
-    if hello.world != own.world || hello.epoch != own.epoch || hello.setup != own.setup {
-        let e = Error::new(
-            ErrorKind::Mismatch,
-            format!(
-                "rank {} is set up for a world of {}, epoch {} and {}; rank 0 for a world of {}, epoch {} and {} (library versions and options must be the \
-                 same on all ranks)",
-                hello.rank, hello.world, hello.epoch, hello.setup, own.world, own.epoch, own.setup
-            ),
-        )
-        .with_peer(hello.rank);
-        let _ = Frame::of_error(Kind::Refused, 0, &e, None).write(&mut stream);
-        return Err(e);
+    if hello.world == own.world && hello.epoch == own.epoch && hello.setup == own.setup {
+        return Ok(hello);
     }
-    Ok(Some(Guest { hello, stream }))
+    let e = Error::new(
+        ErrorKind::Mismatch,
+        format!(
+            "rank {} is set up for a world of {}, epoch {} and {}; rank 0 for a world of {}, epoch {} and {} (library versions and options must be the \
+             same on all ranks)",
+            hello.rank, hello.world, hello.epoch, hello.setup, own.world, own.epoch, own.setup
+        ),
+    )
+    .with_peer(hello.rank);
+    let _ = Frame::of_error(Kind::Refused, 0, &e, None).write(&mut greeted.caller);
+    Err(e)
 }
 
 /// What may be wrong if rank 0 cannot be reached at `ip`. `is_open`: this rank has credentials, or needs none.

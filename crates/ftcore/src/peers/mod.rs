@@ -10,7 +10,6 @@ mod line;
 mod meanwhile;
 mod meet;
 mod record;
-mod strangers;
 #[cfg(test)]
 mod tests;
 mod wire;
