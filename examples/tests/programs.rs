@@ -81,13 +81,13 @@ fn train_diloco_survives_a_kill_inside_a_reduction_and_all_end_equal() {
 #[test]
 fn train_ddp_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     let dir = tempfile::tempdir().unwrap();
-    let three = ["--replicas", "3", "--steps", "1500", "--kill", "0@300"];
+    let three = ["--replicas", "3", "--steps", "800", "--kill", "0@200"];
     let (output, report) = run(DDP, dir.path(), &three);
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(
-        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 300,
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 200,
         "{report:#}"
     );
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
@@ -203,7 +203,7 @@ fn two_bits_with_error_feedback_end_equal_too_with_a_kill() {
     let first = report["figures"][0]["heldout_loss"].as_f64().unwrap();
     // A byte is 5.5 nats before training.
     assert!(first < 4.0, "{report:#}");
-    let two = ["--steps", "1500", "--kill", "1@300", "--quantize", "int4"];
+    let two = ["--steps", "800", "--kill", "1@200", "--quantize", "int4"];
     let (output, report) = run(DDP, dir.path(), &[&two[..], &["--error-feedback"]].concat());
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(report.unwrap()["ok"], true);

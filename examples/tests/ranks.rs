@@ -103,8 +103,8 @@ fn train_diloco_with_a_rank_killed_goes_on_and_the_whole_replica_comes_back_equa
 
 #[test]
 fn train_ddp_with_a_rank_killed_goes_on_and_the_whole_replica_comes_back_equal() {
-    let report = run(DDP, &[TWO_BY_TWO, "--steps 1500 --kill 1/1@400"]);
-    killed_rank_1_of_replica_1(&report, 400);
+    let report = run(DDP, &[TWO_BY_TWO, "--steps 800 --kill 1/1@200"]);
+    killed_rank_1_of_replica_1(&report, 200);
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
 }
 

@@ -116,6 +116,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             limit: Limit {
                 ranks: arguments.ranks,
                 why: "--ranks",
+                ..Limit::NONE
             },
             large: arguments.ranks > 4,
             ..plan(&backend, mode, rank_command(loaded.path(), &backend)?)
