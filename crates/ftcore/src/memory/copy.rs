@@ -19,26 +19,47 @@ pub fn copy_bytes(to: &mut [u8], from: &[u8]) {
         return;
     };
     #[cfg(target_arch = "x86_64")]
-    if len >= COPY_FROM && is_x86_feature_detected!("avx2") {
-        // SAFETY: this machine has AVX2.
-        unsafe { x86::copy(to, from) };
-        return;
+    if len >= COPY_FROM {
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: this machine has AVX-512.
+            unsafe { x86::copy_512(to, from) };
+            return;
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: this machine has AVX2.
+            unsafe { x86::copy_256(to, from) };
+            return;
+        }
     }
     to.copy_from_slice(from);
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_storeu_si256};
+    use std::arch::x86_64::{
+        __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_loadu_si512, _mm512_storeu_si512,
+    };
 
     const LINE: usize = 64;
 
+    type Line = [u8; LINE];
+
+    /// Copies what lies before and behind the whole lines of `to`, and returns those with what they become. A store that crosses a line
+    /// of the cache takes twice as long: without this, a tensor that begins 16 bytes behind one is filled at half the speed.
+    fn lines<'a>(to: &'a mut [u8], from: &'a [u8]) -> impl Iterator<Item = (&'a mut Line, &'a Line)> {
+        let head = to.as_ptr().align_offset(LINE).min(to.len()).min(from.len());
+        let ((first, to), (from_first, from)) = (to.split_at_mut(head), from.split_at(head));
+        first.copy_from_slice(from_first);
+        let (to, last) = to.as_chunks_mut::<LINE>();
+        let (from, from_last) = from.as_chunks::<LINE>();
+        last.copy_from_slice(from_last);
+        to.iter_mut().zip(from)
+    }
+
     /// `to = from`, equally long.
     #[target_feature(enable = "avx2")]
-    pub(super) fn copy(to: &mut [u8], from: &[u8]) {
-        let (to, to_rest) = to.as_chunks_mut::<LINE>();
-        let (from, from_rest) = from.as_chunks::<LINE>();
-        for (to, from) in to.iter_mut().zip(from) {
+    pub(super) fn copy_256(to: &mut [u8], from: &[u8]) {
+        for (to, from) in lines(to, from) {
             let (to, from) = (to.as_mut_ptr().cast::<__m256i>(), from.as_ptr().cast::<__m256i>());
             // SAFETY: both point to 64 bytes; nothing is asked of their alignment.
             unsafe {
@@ -47,7 +68,15 @@ mod x86 {
                 _mm256_storeu_si256(to.add(1), high);
             }
         }
-        to_rest.copy_from_slice(from_rest);
+    }
+
+    /// `to = from`, equally long.
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn copy_512(to: &mut [u8], from: &[u8]) {
+        for (to, from) in lines(to, from) {
+            // SAFETY: both point to 64 bytes; nothing is asked of their alignment.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_loadu_si512(from.as_ptr().cast())) };
+        }
     }
 }
 
@@ -65,9 +94,20 @@ mod tests {
             let source: Vec<u8> = (0..from + len).map(|i| i as u8 ^ 0x5A).collect();
             let mut target = vec![0xEE; to + len + more + 70];
             // The shorter length counts: `more` bytes of the target have no partner.
-            copy_bytes(&mut target[to..to + len + more], &source[from..]);
-            prop_assert_eq!(&target[to..to + len], &source[from..]);
-            prop_assert!(target[..to].iter().chain(&target[to + len..]).all(|&b| b == 0xEE));
+            type Copy = fn(&mut [u8], &[u8]);
+            let mut copies: Vec<Copy> = vec![copy_bytes];
+            // The one that this machine does not choose.
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx2") {
+                // SAFETY: this machine has AVX2.
+                copies.push(|to, from| unsafe { x86::copy_256(&mut to[..from.len()], from) });
+            }
+            for copy in copies {
+                target.fill(0xEE);
+                copy(&mut target[to..to + len + more], &source[from..]);
+                prop_assert_eq!(&target[to..to + len], &source[from..]);
+                prop_assert!(target[..to].iter().chain(&target[to + len..]).all(|&b| b == 0xEE));
+            }
         }
     }
 }
