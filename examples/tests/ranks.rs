@@ -18,7 +18,7 @@ use serde_json::Value;
 const DILOCO: &str = env!("CARGO_BIN_EXE_train_diloco");
 const DDP: &str = env!("CARGO_BIN_EXE_train_ddp");
 
-const SMALL: &str = "--d-model 32 --layers 2 --seq 32 --batch 2";
+const SMALL: &str = "--sync-every 8 --d-model 32 --layers 2 --seq 32 --batch 2";
 const TWO_BY_TWO: &str = "--replicas 2 --ranks-per-replica 2 --time-limit-s 240";
 
 fn command(program: &str, out: &Path, args: &[&str]) -> Command {
@@ -94,17 +94,14 @@ fn killed_rank_1_of_replica_1(report: &Value, step: i64) {
 
 #[test]
 fn train_diloco_with_a_rank_killed_goes_on_and_the_whole_replica_comes_back_equal() {
-    let report = run(
-        DILOCO,
-        &[SMALL, TWO_BY_TWO, "--sync-every 4 --rounds 300 --kill 1/1@60"],
-    );
+    let report = run(DILOCO, &[SMALL, TWO_BY_TWO, "--rounds 300 --kill 1/1@60"]);
     killed_rank_1_of_replica_1(&report, 60);
 }
 
 #[test]
 fn train_ddp_with_a_rank_killed_goes_on_and_the_whole_replica_comes_back_equal() {
-    let report = run(DDP, &[TWO_BY_TWO, "--steps 800 --kill 1/1@200"]);
-    killed_rank_1_of_replica_1(&report, 200);
+    let report = run(DDP, &[TWO_BY_TWO, "--steps 1500 --kill 1/1@400"]);
+    killed_rank_1_of_replica_1(&report, 400);
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
 }
 
@@ -113,11 +110,7 @@ fn the_ranks_of_a_replica_train_what_one_rank_would() {
     let loss = |ranks: &str| {
         let report = run(
             DILOCO,
-            &[
-                SMALL,
-                "--sync-every 4 --rounds 60 --no-kill --time-limit-s 120",
-                ranks,
-            ],
+            &[SMALL, "--rounds 60 --no-kill --time-limit-s 120", ranks],
         );
         assert_eq!(report["ok"], true, "{report:#}");
         report["heldout_loss"].as_f64().unwrap()
@@ -185,7 +178,7 @@ fn signal(name: &str, process: &str) {
 fn a_rank_that_is_stopped_takes_its_replica_out_for_a_while_and_costs_no_incarnation() {
     let out = tempfile::tempdir().unwrap();
     let times = "--timeout-ms 3000 --progress-timeout-ms 4000 --heartbeat-timeout-ms 4000";
-    let args = [SMALL, TWO_BY_TWO, "--sync-every 8 --rounds 700 --no-kill", times];
+    let args = [SMALL, TWO_BY_TWO, "--rounds 700 --no-kill", times];
     let mut run = Watched::start(command(DILOCO, out.path(), &args));
     let processes = [0, 1].map(|rank| run.until(&format!("replica 1, rank {rank}, started, process ")));
     run.until("replica 0: quorum of 2 replicas");
@@ -213,7 +206,8 @@ fn a_rank_that_is_stopped_takes_its_replica_out_for_a_while_and_costs_no_incarna
 #[test]
 fn a_run_under_random_kills_and_stops_and_without_its_lighthouse_now_and_then_ends_equal() {
     // Fewer of them on a fast machine, more on a slow one: as many as fall into so many steps.
-    let disturbed = "--sync-every 8 --rounds 300 --chaos 3 --chaos-every-ms 1500 --chaos-stop-ms 2000 --chaos-lighthouse-ms 2500";
+    let disturbed =
+        "--rounds 300 --chaos 3 --chaos-every-ms 1500 --chaos-stop-ms 2000 --chaos-lighthouse-ms 2500";
     let times = "--timeout-ms 3000 --progress-timeout-ms 4000 --heartbeat-timeout-ms 4000";
     let report = run(DILOCO, &[SMALL, TWO_BY_TWO, disturbed, times]);
     assert_eq!(report["ok"], true, "{report:#}");
