@@ -13,9 +13,6 @@ use crate::{TestArgs, book, deny, deploy, locks, runner, tidy};
 /// The whole run should take less than this on two cores, from nothing.
 const GOAL: Duration = Duration::from_secs(25 * 60);
 
-/// Rows of the matrix side by side: most wait more than they compute.
-const AT_ONCE: u8 = 2;
-
 /// One step.
 struct Step {
     name: &'static str,
@@ -110,7 +107,6 @@ fn test() -> Result<bool> {
         .map(str::to_owned)
         .to_vec(),
         require_installable: vec!["xccl-sycl".to_owned()],
-        at_once: AT_ONCE,
         ..TestArgs::default()
     })
 }

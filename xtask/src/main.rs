@@ -109,9 +109,10 @@ pub(crate) struct TestArgs {
     /// Run the ignored (long) tests too, with four times the time limits.
     #[arg(long)]
     pub(crate) long: bool,
-    /// Run so many rows at once (most of them wait more than they compute); rows that measure still run alone.
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub(crate) at_once: u8,
+    /// Run so many rows at once: most wait more than they compute, those that do not count for two, and rows that measure run alone. Two per
+    /// core unless said, up to 8.
+    #[arg(long, value_name = "N")]
+    pub(crate) at_once: Option<u8>,
     /// Run the tests with random naps where threads and processes meet, with four times the time limits: finds orders of events that a test
     /// took for granted. The seed varies the naps; a harshness above 1 makes them longer. Needs a C compiler.
     #[arg(long, value_name = "SEED[,HARSHNESS]")]

@@ -15,36 +15,44 @@ use crate::metadata::{Metadata, Target};
 /// All rows, in the order in which they run; those that run alone after the others.
 pub(crate) const ROWS: &[Row] = &[
     // First what takes longest, or a row would run alone at the end.
-    row(
+    busy(row(
         "python",
         Some("python"),
         "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes, torch and torchft",
         python,
         Run::Python,
         minutes(25),
-    ),
-    row(
+    )),
+    busy(row(
         "integration",
         None,
         "integration tests of the crates and fixtures",
         nothing,
         INTEGRATION,
         minutes(15),
-    ),
-    row(
+    )),
+    busy(row(
         "programs",
         None,
         "tests of the training programs: real processes that are killed, stopped and run again",
         nothing,
         PROGRAMS,
         minutes(15),
-    ),
-    row(
+    )),
+    busy(row(
         "unit",
         None,
         "unit tests of every crate and program",
         nothing,
         Run::Unit,
+        minutes(10),
+    )),
+    row(
+        "e2e",
+        None,
+        "cross-crate: real processes, real kills, hostile bytes",
+        loopback,
+        E2E,
         minutes(10),
     ),
     row(
@@ -55,7 +63,7 @@ pub(crate) const ROWS: &[Row] = &[
         Run::Doc,
         minutes(15),
     ),
-    row(
+    busy(row(
         "registry-model",
         None,
         "every interleaving of the registry's calls that a scheduler finds",
@@ -66,8 +74,8 @@ pub(crate) const ROWS: &[Row] = &[
             target: "registry_model",
         },
         minutes(5),
-    ),
-    row(
+    )),
+    busy(row(
         "engine-model",
         None,
         "every interleaving of the engine's threads that a scheduler finds",
@@ -78,7 +86,7 @@ pub(crate) const ROWS: &[Row] = &[
             target: "engine_model",
         },
         minutes(5),
-    ),
+    )),
     row(
         "loopback",
         None,
@@ -87,14 +95,14 @@ pub(crate) const ROWS: &[Row] = &[
         suite("loopback-conformance", ""),
         minutes(5),
     ),
-    row(
+    busy(row(
         "simulation",
         Some("protocol"),
         "replicas, servers and lighthouse together under virtual time: 5,000 seeds of faults",
         nothing,
         suite("simulation-conformance", ""),
         minutes(10),
-    ),
+    )),
     row(
         "hostile-peers",
         Some("protocol"),
@@ -239,38 +247,38 @@ pub(crate) const ROWS: &[Row] = &[
         suite("quant-conformance", ""),
         minutes(5),
     ),
-    row(
+    busy(row(
         "xccl",
         Some("xccl"),
         "the real oneCCL on host memory, ranks as processes",
         oneccl,
         suite("xccl-conformance", ""),
         minutes(15),
-    ),
-    row(
+    )),
+    busy(row(
         "xccl-isolated",
         Some("xccl"),
         "oneCCL in child processes: data, failures, reconfigure",
         oneccl,
         suite("xccl-isolated-conformance", ""),
         minutes(15),
-    ),
-    row(
+    )),
+    busy(row(
         "world-xccl",
         Some("xccl"),
         "isolated oneCCL in groups that a world makes",
         || world_of("xccl", oneccl()),
         suite("through-world-conformance", ""),
         minutes(10),
-    ),
-    row(
+    )),
+    busy(row(
         "world-xccl-split",
         Some("xccl"),
         "the same, split off the world's group",
         || split_groups(world_of("xccl", oneccl())),
         suite("through-world-conformance", ""),
         minutes(10),
-    ),
+    )),
     row(
         "xccl-table",
         Some("xccl"),
@@ -295,30 +303,30 @@ pub(crate) const ROWS: &[Row] = &[
         suite("xccl-kills-conformance", ""),
         minutes(10),
     ),
-    row(
+    busy(row(
         "xccl-quantised",
         Some("xccl"),
         "quantised collectives over isolated oneCCL",
         oneccl,
         suite("xccl-quantised-conformance", ""),
         minutes(10),
-    ),
-    row(
+    )),
+    busy(row(
         "xccl-e2e",
         Some("xccl"),
         "train_diloco and train_ddp over oneCCL, one replica killed",
         oneccl,
         suite("xccl-e2e-conformance", ""),
         minutes(5),
-    ),
-    row(
+    )),
+    busy(row(
         "xccl-sycl",
         Some("xccl-sycl"),
         "the real oneCCL on SYCL queues and USM memory; SYCL's CPU device stands in for a GPU",
         oneccl_sycl,
         suite("xccl-sycl-conformance", ""),
         minutes(10),
-    ),
+    )),
     row(
         "xccl-sycl-xpu",
         Some("xccl-sycl"),
@@ -335,22 +343,22 @@ pub(crate) const ROWS: &[Row] = &[
         suite("xccl-table-conformance", ""),
         minutes(5),
     ),
-    row(
+    busy(row(
         "xccl-sycl-e2e",
         Some("xccl-sycl"),
         "the training programs with --device xpu, a replica killed; SYCL's CPU device stands in for a GPU",
         oneccl_sycl,
         suite("xccl-xpu-e2e-conformance", ""),
         minutes(10),
-    ),
-    row(
+    )),
+    busy(row(
         "nccl-standin",
         Some("nccl-standin"),
         "the nccl backend over a stand-in for NCCL and the CUDA driver",
         nothing,
         suite("nccl-conformance", ""),
         minutes(10),
-    ),
+    )),
     row(
         "nccl-old-standin",
         Some("nccl-standin"),
@@ -359,14 +367,14 @@ pub(crate) const ROWS: &[Row] = &[
         suite("nccl-old-conformance", ""),
         minutes(10),
     ),
-    row(
+    busy(row(
         "nccl-isolated-standin",
         Some("nccl-standin"),
         "nccl in child processes, memory and events crossing by IPC, over the stand-in",
         nothing,
         suite("nccl-isolated-conformance", ""),
         minutes(10),
-    ),
+    )),
     row(
         "world-nccl-standin",
         Some("nccl-standin"),
@@ -447,7 +455,7 @@ pub(crate) const ROWS: &[Row] = &[
         suite("cuda-kernels-conformance", ""),
         minutes(10),
     ),
-    row(
+    busy(row(
         "hccl-standin",
         Some("plugin"),
         "the out-of-tree hccl plugin over a stand-in for Intel's libraries",
@@ -456,15 +464,15 @@ pub(crate) const ROWS: &[Row] = &[
             manifest: "plugins/hccl/Cargo.toml",
         },
         minutes(10),
-    ),
-    row(
+    )),
+    busy(row(
         "torchft",
         Some("torchft"),
         "the wire against the real torchft from PyPI, both ways and mixed",
         torchft,
         suite("torchft-conformance", ""),
         minutes(5),
-    ),
+    )),
     row(
         "mpich",
         Some("launchers"),
@@ -540,13 +548,12 @@ pub(crate) const ROWS: &[Row] = &[
         suite("measurements-conformance", ""),
         minutes(30),
     )),
-    // Measures how fast links carry and survivors hear.
     alone(row(
-        "e2e",
+        "deaths-and-links",
         None,
-        "cross-crate: real processes, real kills",
+        "how fast links carry and survivors hear: network namespaces, real kills",
         loopback,
-        E2E,
+        DEATHS_AND_LINKS,
         minutes(10),
     )),
 ];
@@ -559,9 +566,14 @@ const CROSS_CRATE: &str = "oxccl-tests";
 /// The package of the training programs.
 const EXAMPLES: &str = "oxccl-examples";
 
-const INTEGRATION: Run = Run::Integration(|package| package != CROSS_CRATE && package != EXAMPLES);
-const PROGRAMS: Run = Run::Integration(|package| package == EXAMPLES);
-const E2E: Run = Run::Integration(|package| package == CROSS_CRATE);
+/// Those of its targets that measure.
+const MEASURE: [&str; 2] = ["gloo_kills", "links"];
+
+const INTEGRATION: Run = Run::Integration(|package, _| package != CROSS_CRATE && package != EXAMPLES);
+const PROGRAMS: Run = Run::Integration(|package, _| package == EXAMPLES);
+const E2E: Run = Run::Integration(|package, target| package == CROSS_CRATE && !MEASURE.contains(&target));
+const DEATHS_AND_LINKS: Run =
+    Run::Integration(|package, target| package == CROSS_CRATE && MEASURE.contains(&target));
 
 /// The tests of the conformance suite `target` whose names contain `filter`.
 const fn suite(target: &'static str, filter: &'static str) -> Run {
@@ -581,6 +593,8 @@ pub(crate) struct Row {
     pub(crate) limit: Duration,
     /// Never beside another row: it measures, and others would be measured with it.
     pub(crate) is_alone: bool,
+    /// It mostly computes, where others mostly wait.
+    pub(crate) is_busy: bool,
     /// Runs with `--long`, or by its name: it takes minutes to build, and little of it is ours.
     pub(crate) is_long: bool,
 }
@@ -590,6 +604,22 @@ const fn alone(row: Row) -> Row {
     Row {
         is_alone: true,
         ..row
+    }
+}
+
+/// `row`, but it computes all the time.
+const fn busy(row: Row) -> Row {
+    Row { is_busy: true, ..row }
+}
+
+impl Row {
+    /// How many of `all` places it takes beside others.
+    pub(crate) fn places(&self, all: usize) -> usize {
+        match (self.is_alone, self.is_busy) {
+            (true, _) => all,
+            (false, true) => all.min(2),
+            (false, false) => 1,
+        }
     }
 }
 
@@ -614,6 +644,7 @@ const fn row(
         run,
         limit,
         is_alone: false,
+        is_busy: false,
         is_long: false,
     }
 }
@@ -628,9 +659,9 @@ pub(crate) enum Run {
     Unit,
     /// Its doc tests.
     Doc,
-    /// The test targets of the packages that this takes, without conformance suites. As all that follow, they are selected out of the whole
-    /// workspace, so that dependencies have one set of features and are built once.
-    Integration(fn(&str) -> bool),
+    /// The test targets that this takes by the names of their package and their own, without conformance suites. As all that follow, they are
+    /// selected out of the whole workspace, so that dependencies have one set of features and are built once.
+    Integration(fn(&str, &str) -> bool),
     /// One test target.
     Suite {
         target: &'static str,
@@ -794,9 +825,9 @@ impl Targets {
     }
 }
 
-/// The names of the integration tests of the packages that `chosen` takes; conformance suites are rows of their own. A name stands for the targets
+/// The names of the integration tests that `chosen` takes by package and name; conformance suites are rows of their own. A name stands for the targets
 /// of all packages that have it, so that it belongs to the row of the first of them.
-fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<String> {
+fn test_targets(metadata: &Metadata, chosen: impl Fn(&str, &str) -> bool) -> BTreeSet<String> {
     let mut owners = BTreeMap::new();
     for package in &metadata.packages {
         let targets = package.targets.iter().filter(|t| package.builds_by_default(t));
@@ -807,16 +838,16 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
                 .or_insert(package.name.as_str());
         }
     }
-    let mine = owners.into_iter().filter(|(_, owner)| chosen(owner));
+    let mine = owners.into_iter().filter(|(name, owner)| chosen(owner, name));
     mine.map(|(name, _)| name.to_owned()).collect()
 }
 
 /// The programs of examples that a test target named `examples` runs: those of its package and of the packages that it depends on directly.
-fn tested_examples(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<String> {
+fn tested_examples(metadata: &Metadata, chosen: impl Fn(&str, &str) -> bool) -> BTreeSet<String> {
     let is = |target: &Target, kind: &str| target.kind.iter().any(|k| k == kind);
     let owners = metadata.packages.iter().filter(|package| {
         let mut targets = package.targets.iter();
-        chosen(&package.name) && targets.any(|t| is(t, "test") && t.name == "examples")
+        targets.any(|t| is(t, "test") && t.name == "examples") && chosen(&package.name, "examples")
     });
     let tested: BTreeSet<&str> = owners
         .flat_map(|owner| {
@@ -1090,7 +1121,7 @@ mod tests {
                 {"name":"host","kind":["test"],"required-features":["host"]}],
                 "features":{"default":["all"],"all":["host"],"odd":[]}},
             {"name":"oxccl-tests","manifest_path":"/w/tests/Cargo.toml","dependencies":[],"targets":[
-                {"name":"kill","kind":["test"]}]}]}"#;
+                {"name":"kill","kind":["test"]},{"name":"links","kind":["test"]}]}]}"#;
         Metadata::parse(json.as_bytes()).unwrap()
     }
 
@@ -1180,6 +1211,10 @@ mod tests {
         assert_eq!(
             calls.first().unwrap().select.join(" "),
             "--no-fail-fast --workspace --test kill"
+        );
+        assert_eq!(
+            selected(&DEATHS_AND_LINKS),
+            "--no-fail-fast --workspace --test links"
         );
     }
 

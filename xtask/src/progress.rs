@@ -17,6 +17,7 @@ const MEASURED: &[(&str, u64)] = &[
     ("integration", 315),
     ("programs", 524),
     ("unit", 126),
+    ("e2e", 130),
     ("doc", 27),
     ("registry-model", 67),
     ("engine-model", 34),
@@ -50,7 +51,7 @@ const MEASURED: &[(&str, u64)] = &[
     ("hccl-standin", 100),
     ("torchft", 61),
     ("etcd", 54),
-    ("e2e", 267),
+    ("deaths-and-links", 130),
 ];
 /// The others.
 const SHORT: Duration = Duration::from_secs(15);
@@ -60,16 +61,16 @@ const TELLING: Duration = Duration::from_secs(60);
 /// Of the rows that run.
 pub(crate) struct Progress {
     file: PathBuf,
-    workers: u32,
+    places: u32,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// By row.
-    expected: BTreeMap<String, Duration>,
+    /// By row: how long, and on how many places.
+    expected: BTreeMap<String, (Duration, u32)>,
     all: usize,
-    /// Of the rows that have ended: what was expected of them, and what they took.
+    /// Of the rows that have ended: what was expected of them, and what they took, each times its places.
     foreseen: Duration,
     took: Duration,
     /// What rows took when they last passed here.
@@ -77,14 +78,17 @@ struct State {
 }
 
 impl Progress {
-    /// Of these rows, `workers` at a time; `logs` has the times of earlier runs.
-    pub(crate) fn new(rows: &[&Row], workers: u8, logs: &Path) -> Self {
+    /// Of these rows, on so many places side by side ([`Row::places`]); `logs` has the times of earlier runs.
+    pub(crate) fn new(rows: &[&Row], places: usize, logs: &Path) -> Self {
         let file = logs.join("times");
         let known = parse(&fs::read_to_string(&file).unwrap_or_default());
         let state = State {
             expected: rows
                 .iter()
-                .map(|row| (row.name.to_owned(), usual(row.name, &known)))
+                .map(|row| {
+                    let own = u32::try_from(row.places(places)).unwrap_or(1);
+                    (row.name.to_owned(), (usual(row.name, &known), own))
+                })
                 .collect(),
             all: rows.len(),
             known,
@@ -92,7 +96,7 @@ impl Progress {
         };
         Self {
             file,
-            workers: u32::from(workers.max(1)),
+            places: u32::try_from(places).unwrap_or(1).max(1),
             state: Mutex::new(state),
         }
     }
@@ -100,15 +104,15 @@ impl Progress {
     /// "56 rows run, about 25 min"
     pub(crate) fn plan(&self) -> String {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        format!("{} rows run, {}", state.all, about(state.left(self.workers)))
+        format!("{} rows run, {}", state.all, about(state.left(self.places)))
     }
 
     /// A row has ended, with `took` if it passed and ran: "12 of 56 rows, about 9 min left".
     pub(crate) fn ended(&self, name: &str, took: Duration, passed: bool) -> Option<String> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let expected = state.expected.remove(name)?;
-        state.foreseen += expected;
-        state.took += took;
+        let (expected, places) = state.expected.remove(name)?;
+        state.foreseen += expected * places;
+        state.took += took * places;
         if passed {
             state.known.insert(name.to_owned(), took);
             // Only the estimates of later runs depend on it.
@@ -117,15 +121,16 @@ impl Progress {
         let ended = state.all - state.expected.len();
         let left = match state.expected.is_empty() {
             true => String::new(),
-            false => format!(", {} left", about(state.left(self.workers))),
+            false => format!(", {} left", about(state.left(self.places))),
         };
         Some(format!("{ended} of {} rows{left}", state.all))
     }
 }
 
 impl State {
-    fn left(&self, workers: u32) -> Duration {
-        let rest = self.expected.values().sum::<Duration>() / workers;
+    fn left(&self, places: u32) -> Duration {
+        let rest = self.expected.values().map(|(time, own)| *time * *own);
+        let rest = rest.sum::<Duration>() / places;
         match self.foreseen >= TELLING {
             true => rest.mul_f64(self.took.as_secs_f64() / self.foreseen.as_secs_f64()),
             false => rest,
@@ -182,7 +187,7 @@ mod tests {
     fn a_run_says_how_much_there_is_and_after_each_row_what_is_left_at_the_pace_so_far() {
         let logs = tempfile::tempdir().unwrap();
         let rows = rows(&["integration", "programs", "slurm"]);
-        let progress = Progress::new(&rows, 2, logs.path());
+        let progress = Progress::new(&rows, 4, logs.path());
         assert_eq!(progress.plan(), "3 rows run, about 8 min");
         // Half as fast as expected.
         let said = progress.ended("integration", Duration::from_secs(630), true);
@@ -193,7 +198,7 @@ mod tests {
             "it is none of them"
         );
         let said = progress.ended("programs", Duration::from_secs(1048), false);
-        assert_eq!(said.unwrap(), "2 of 3 rows, about 20 s left");
+        assert_eq!(said.unwrap(), "2 of 3 rows, about 10 s left");
         assert_eq!(progress.ended("slurm", MINUTE, true).unwrap(), "3 of 3 rows");
         // The next run knows what passed.
         let progress = Progress::new(&rows, 1, logs.path());

@@ -9,8 +9,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +26,8 @@ use crate::python;
 
 /// Building everything on two cores from nothing, with much to spare.
 const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
+/// Beyond it rows get in each other's way also where there are cores: they share the loopback interface, and descriptors.
+const MOST_AT_ONCE: usize = 8;
 /// How long processes may outlive the tests that started them.
 const GRACE: Duration = Duration::from_secs(5);
 /// How much of a failed row's log is shown.
@@ -105,13 +106,20 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
         matrix.prepare(&rows)?;
         matrix.foresee(&rows);
     }
-    for_all(&rows, usize::from(args.at_once.max(1)), |row| matrix.run(row))?;
+    for_all(&rows, places(args), |row| matrix.run(row))?;
     let counts = lock(&matrix.counts);
     for line in lock(&matrix.failed).iter() {
         println!("{line}");
     }
     println!("{counts}");
     Ok(counts.failed == 0)
+}
+
+/// How many rows fit side by side.
+fn places(args: &TestArgs) -> usize {
+    let cores = || thread::available_parallelism().map_or(1, usize::from);
+    let usual = || (2 * cores()).min(MOST_AT_ONCE);
+    args.at_once.map_or_else(usual, usize::from).max(1)
 }
 
 /// True for a long row that was not asked for.
@@ -176,7 +184,7 @@ impl Matrix<'_> {
     /// Says what will run, how long that takes, and what is skipped.
     fn foresee(&self, rows: &[&Row]) {
         let (run, skipped): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| self.probe(row).is_ok());
-        let progress = Progress::new(&run, self.args.at_once, &self.logs);
+        let progress = Progress::new(&run, places(self.args), &self.logs);
         let names: Vec<&str> = skipped.iter().map(|row| row.name).collect();
         let skips = match names.is_empty() {
             true => String::new(),
@@ -349,26 +357,64 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does `body` for each of `rows`: at most `at_once` side by side, then those that measure, each alone.
-fn for_all(rows: &[&Row], at_once: usize, body: impl Fn(&Row) + Sync) -> Result<()> {
-    let (alone, shared): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.is_alone);
-    in_workers(&shared, at_once, &body)?;
-    in_workers(&alone, 1, &body)
+/// Does `body` for each of `rows`: as many side by side as `places` has room for, then those that measure, each alone.
+fn for_all(rows: &[&Row], places: usize, body: impl Fn(&Row) + Sync) -> Result<()> {
+    let rows = rows.iter().map(|row| (*row, row.places(places)));
+    let (alone, shared): (Vec<_>, Vec<_>) = rows.partition(|(row, _)| row.is_alone);
+    in_workers(shared, places, &body)?;
+    in_workers(alone, places, &body)
 }
 
-/// Does `body` for each of `items`, in their order, at most `workers` at once.
+/// What waits for a worker, and how much room there is for it.
+struct Waiting<T> {
+    items: Vec<(T, usize)>,
+    free: usize,
+}
+
+/// Room that one item takes, given back also if its work panics.
+struct Taken<'a, T> {
+    from: &'a (Mutex<Waiting<T>>, Condvar),
+    places: usize,
+}
+
+impl<T> Drop for Taken<'_, T> {
+    fn drop(&mut self) {
+        lock(&self.from.0).free += self.places;
+        self.from.1.notify_all();
+    }
+}
+
+/// Does `body` for each of `items`, in their order but for those that there is no room for yet. Each has so many of the `places`, at most all.
 ///
 /// # Errors
 /// If a thread cannot be started or panics; the others still do all that is left.
-fn in_workers<T: Copy + Sync>(items: &[T], workers: usize, body: impl Fn(T) + Sync) -> Result<()> {
-    let next = AtomicUsize::new(0);
+fn in_workers<T: Send>(items: Vec<(T, usize)>, places: usize, body: impl Fn(T) + Sync) -> Result<()> {
+    let workers = places.min(items.len());
+    let waiting = (Mutex::new(Waiting { items, free: places }), Condvar::new());
+    let take = || {
+        let mut state = lock(&waiting.0);
+        while !state.items.is_empty() {
+            let free = state.free;
+            if let Some(first) = state.items.iter().position(|(_, own)| *own <= free) {
+                let (item, own) = state.items.remove(first);
+                state.free -= own;
+                let taken = Taken {
+                    from: &waiting,
+                    places: own,
+                };
+                return Some((item, taken));
+            }
+            state = waiting.1.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        None
+    };
     let worker = || {
-        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-            body(*item);
+        while let Some((item, _taken)) = take() {
+            body(item);
         }
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers.min(items.len()))
+        let threads: Vec<_> = (0..workers)
             .map(|_| {
                 thread::Builder::new()
                     .name("ox-worker".to_owned())
@@ -571,6 +617,8 @@ fn excerpt(text: &str) -> Vec<&str> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     fn tally(passed: u64, failed: u64) -> Tally {
@@ -611,12 +659,12 @@ mod tests {
 
     #[test]
     fn lanes_do_everything_once_and_so_many_at_once() {
-        let items: Vec<usize> = (0..40).collect();
+        let items: Vec<(usize, usize)> = (0..40).map(|item| (item, 1)).collect();
         for workers in [1, 3] {
             let (inside, most, done) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
             // None leaves before as many are inside as there may be: with fewer workers this would time out.
             let until = Instant::now() + Duration::from_secs(60);
-            in_workers(&items, workers, |item| {
+            in_workers(items.clone(), workers, |item| {
                 most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                 while most.load(Ordering::SeqCst) < workers && Instant::now() < until {
                     thread::yield_now();
@@ -630,8 +678,34 @@ mod tests {
             if workers > 1 {
                 done.sort_unstable();
             }
-            assert_eq!(done, items);
+            assert!(done.into_iter().eq(0..40));
         }
+    }
+
+    #[test]
+    fn what_takes_two_places_has_them_and_what_fits_beside_it_goes_before_what_does_not() {
+        let items = vec![("two", 2), ("two again", 2), ("one", 1), ("another", 1)];
+        let (inside, most, begun) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
+        let sizes = items.clone();
+        in_workers(items, 3, |name| {
+            let own = sizes.iter().find(|(other, _)| *other == name).unwrap().1;
+            most.fetch_max(inside.fetch_add(own, Ordering::SeqCst) + own, Ordering::SeqCst);
+            lock(&begun).push(name);
+            // The first stays until one of the small ones has begun beside it.
+            let until = Instant::now() + Duration::from_secs(60);
+            while name == "two" && lock(&begun).len() < 2 && Instant::now() < until {
+                thread::yield_now();
+            }
+            inside.fetch_sub(own, Ordering::SeqCst);
+        })
+        .unwrap();
+        let begun = begun.into_inner().unwrap();
+        assert_eq!(begun.len(), 4);
+        assert!(
+            begun[..2].contains(&"two") && begun[..2].contains(&"one"),
+            "{begun:?}"
+        );
+        assert!(most.into_inner() <= 3);
     }
 
     #[test]
@@ -650,7 +724,7 @@ mod tests {
             done.fetch_add(1, Ordering::SeqCst);
         })
         .unwrap();
-        assert!(rows.iter().any(|r| r.is_alone && r.name == "e2e"));
+        assert!(rows.iter().any(|r| r.is_alone && r.name == "deaths-and-links"));
         assert_eq!(beside.into_inner(), 0);
         assert_eq!(done.into_inner(), ROWS.len());
     }
@@ -658,7 +732,8 @@ mod tests {
     #[test]
     fn a_lane_that_panics_is_an_error_and_the_others_go_on() {
         let done = AtomicUsize::new(0);
-        let outcome = in_workers(&[1, 2, 3, 4], 2, |item| {
+        let items = vec![(1, 1), (2, 2), (3, 1), (4, 1)];
+        let outcome = in_workers(items, 2, |item| {
             assert_ne!(item, 2, "as planned");
             done.fetch_add(1, Ordering::SeqCst);
         });

@@ -45,6 +45,7 @@ mod oracle;
 mod probe;
 mod reductions;
 mod report;
+mod sizes;
 mod staged;
 mod streams;
 mod suite;
@@ -56,9 +57,5 @@ pub use harness::{
     Harness, Limit, MakeGroup, Mode, Part, Plan, Processes, Threads, run, run_limited, run_on,
 };
 pub use report::{Tried, Verdict};
+pub use sizes::{LARGE, SIZES};
 pub use suite::{cases, cases_at};
-
-/// Element counts that every operation is tried with: empty, odd, around vector widths, beyond one piece.
-pub const SIZES: [usize; 10] = [0, 1, 2, 3, 7, 16, 17, 64, 1000, 4099];
-/// The count that is large enough for every algorithm of a backend to be chosen; tried with fewer dtypes.
-pub const LARGE: usize = 70_001;

@@ -5,7 +5,8 @@ use ftcore::{Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, Proces
 use crate::case::{Case, Worlds};
 use crate::oracle::{check_pattern, pattern};
 use crate::probe::Probe;
-use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
+use crate::sizes::{LARGE, SIZES};
+use crate::{Failure, Needs, Outcome, Rank};
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let of = |dtype| {

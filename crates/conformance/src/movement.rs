@@ -1,10 +1,11 @@
-//! Operations that move data without arithmetic: every dtype that is advertised, every size, every root, byte for byte.
+//! Operations that move data without arithmetic: every dtype that is advertised, its sizes ([`sizes`]), every root, byte for byte.
 
 use ftcore::{DType, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
 use crate::case::{Case, Worlds};
 use crate::oracle::{check_pattern, pattern};
-use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
+use crate::sizes::{LARGE, sizes};
+use crate::{Failure, Needs, Outcome, Rank};
 
 type Body = fn(&Rank, &dyn ProcessGroup, DType, usize) -> Outcome;
 
@@ -26,14 +27,14 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     ];
     let mut all = Vec::new();
     for &world in worlds.or(&[1, 2, 3, 4]) {
-        for (name, kind, body) in forms {
+        for (form, (name, kind, body)) in forms.into_iter().enumerate() {
             all.push(Case::new(name, world, &[Needs::Op(kind)], move |rank| {
                 let group = rank.group()?;
                 for dtype in DType::ALL {
                     if !group.capabilities().moves.contains(dtype) {
                         continue;
                     }
-                    for count in SIZES {
+                    for count in sizes(dtype, form, rank.world) {
                         body(rank, group.as_ref(), dtype, count)?;
                     }
                 }

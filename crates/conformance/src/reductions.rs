@@ -1,4 +1,4 @@
-//! All-reduce, reduce and reduce-scatter against the oracle: every dtype and operation that is advertised, every size.
+//! All-reduce, reduce and reduce-scatter against the oracle: every dtype and operation that is advertised, with its sizes ([`sizes`]).
 
 use ftcore::{
     Capabilities, Collective, DType, Error, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
@@ -8,7 +8,8 @@ use ftcore::{
 use crate::case::{Case, Worlds};
 use crate::oracle::{self, Expected, Inputs, rounded_to};
 use crate::probe::summed;
-use crate::{LARGE, Needs, Outcome, Rank, SIZES};
+use crate::sizes::{LARGE, sizes};
+use crate::{Needs, Outcome, Rank};
 
 const OPS: [ReduceOp; 9] = [
     ReduceOp::Sum,
@@ -47,7 +48,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                     reduce_scatter_in_place,
                 ),
             ];
-            for (form, kind, body) in forms {
+            for (turn, (form, kind, body)) in forms.into_iter().enumerate() {
                 let needs = [Needs::Op(kind), Needs::Reduce(op)];
                 all.push(Case::new(
                     &format!("{form}::{name}"),
@@ -55,7 +56,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                     &needs,
                     move |rank| {
                         let group = rank.group()?;
-                        every_input(rank, group.as_ref(), op, body)
+                        every_input(rank, group.as_ref(), op, (turn, body))
                     },
                 ));
             }
@@ -136,10 +137,10 @@ fn dtypes(capabilities: &Capabilities, op: ReduceOp) -> Vec<DType> {
         .collect()
 }
 
-/// Runs `body` for all dtypes, sizes and kinds of inputs that make sense for `op`.
-fn every_input(rank: &Rank, group: &dyn ProcessGroup, op: ReduceOp, body: Body) -> Outcome {
+/// Runs a numbered form of `op` for all dtypes and kinds of inputs that make sense for it, and [`sizes`].
+fn every_input(rank: &Rank, group: &dyn ProcessGroup, op: ReduceOp, (form, body): (usize, Body)) -> Outcome {
     for dtype in dtypes(group.capabilities(), op) {
-        for count in SIZES {
+        for count in sizes(dtype, form, rank.world) {
             body(rank, group, dtype, op, count, Inputs::Small)?;
         }
         if LARGE_DTYPES.contains(&dtype) {
