@@ -41,6 +41,7 @@ mod torchft;
 mod venv;
 mod wheel;
 mod wheels;
+mod workers;
 
 /// Project tasks of oxccl.
 #[derive(Parser)]

@@ -327,22 +327,22 @@ pub(crate) const ROWS: &[Row] = &[
         suite("xccl-sycl-conformance", ""),
         minutes(10),
     )),
-    row(
+    busy(row(
         "xccl-sycl-xpu",
         Some("xccl-sycl"),
         "order, devices, isolation and training state on xpu",
         oneccl_sycl,
         suite("xccl-xpu-conformance", ""),
         minutes(10),
-    ),
-    row(
+    )),
+    busy(row(
         "xccl-sycl-table",
         Some("xccl-sycl"),
         "every reduction and dtype of oneCCL on xpu against the scalar oracle",
         oneccl_sycl,
         suite("xccl-table-conformance", ""),
         minutes(5),
-    ),
+    )),
     busy(row(
         "xccl-sycl-e2e",
         Some("xccl-sycl"),

@@ -210,11 +210,14 @@ fn campaign(world: u32) -> Result<BTreeSet<String>, Failed> {
                 .spawn()
         })
         .collect::<Result<_, _>>()?;
-    let mut wrong = BTreeSet::new();
-    for child in children {
+    let (mut wrong, mut failed) = (BTreeSet::new(), Vec::new());
+    // All of them: why one ended is told by another, and none is left behind.
+    for (rank, child) in children.into_iter().enumerate() {
         let output = child.wait_with_output()?;
         if !output.status.success() {
-            return Err(format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr)).into());
+            let said = String::from_utf8_lossy(&output.stderr);
+            failed.push(format!("rank {rank}: {}: {said}", output.status));
+            continue;
         }
         // oneCCL's own log does not come this way: nothing else may be in it.
         let said = String::from_utf8(output.stdout)?;
@@ -222,6 +225,9 @@ fn campaign(world: u32) -> Result<BTreeSet<String>, Failed> {
             return Err(format!("oneCCL wrote to standard output: {noise}").into());
         }
         wrong.extend(said.lines().map(|l| l.trim_start_matches("wrong: ").to_string()));
+    }
+    if !failed.is_empty() {
+        return Err(failed.join("\n").into());
     }
     Ok(wrong)
 }

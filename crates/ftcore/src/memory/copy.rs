@@ -82,9 +82,56 @@ mod x86 {
 
 #[cfg(test)]
 mod tests {
+    use std::hint::black_box;
+    use std::time::Instant;
+
     use proptest::prelude::*;
 
     use super::*;
+
+    type Copy = fn(&mut [u8], &[u8]);
+
+    /// Every way to copy equally many bytes that this machine has, by name.
+    fn ways() -> Vec<(&'static str, Copy)> {
+        let mut ways: Vec<(&'static str, Copy)> = vec![("copy_bytes", copy_bytes)];
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: this machine has AVX2.
+            ways.push(("AVX2", |to, from| unsafe { x86::copy_256(to, from) }));
+        }
+        ways
+    }
+
+    #[test]
+    #[ignore = "measures; needs a quiet machine"]
+    fn rates() {
+        let mut ways = ways();
+        ways.push(("memcpy", <[u8]>::copy_from_slice));
+        let names: Vec<_> = ways.iter().map(|(name, _)| *name).collect();
+        println!("GB/s, the best of seven rounds: {}", names.join(", "));
+        for (len, behind) in [(16 << 10, 16), (64 << 10, 16), (1 << 20, 16), (64 << 10, 0)] {
+            let (mut to, from) = (vec![0; len + 128], vec![1; len + 64]);
+            let (first, source) = (to.as_ptr().align_offset(64), from.as_ptr().align_offset(64));
+            let calls = (128 << 20) / len;
+            let mut best = vec![f64::MAX; ways.len()];
+            // In turns: the machine's own speed changes.
+            for _ in 0..7 {
+                for ((_, copy), best) in ways.iter().zip(&mut best) {
+                    let start = Instant::now();
+                    for _ in 0..calls {
+                        let to = &mut to[first + behind..first + behind + len];
+                        copy(black_box(to), black_box(&from[source..source + len]));
+                    }
+                    *best = best.min(start.elapsed().as_secs_f64() / calls as f64);
+                }
+            }
+            let rates: Vec<_> = best
+                .iter()
+                .map(|s| format!("{:.1}", len as f64 / s / 1e9))
+                .collect();
+            println!("| {} KiB, {behind} | {} |", len >> 10, rates.join(" | "));
+        }
+    }
 
     proptest! {
         #[test]
@@ -93,19 +140,12 @@ mod tests {
         ) {
             let source: Vec<u8> = (0..from + len).map(|i| i as u8 ^ 0x5A).collect();
             let mut target = vec![0xEE; to + len + more + 70];
-            // The shorter length counts: `more` bytes of the target have no partner.
-            type Copy = fn(&mut [u8], &[u8]);
-            let mut copies: Vec<Copy> = vec![copy_bytes];
-            // The one that this machine does not choose.
-            #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx2") {
-                // SAFETY: this machine has AVX2.
-                copies.push(|to, from| unsafe { x86::copy_256(&mut to[..from.len()], from) });
-            }
-            for copy in copies {
+            // The shorter length counts in `copy_bytes`: `more` bytes of the target have no partner.
+            for (name, copy) in ways() {
+                let more = if name == "copy_bytes" { more } else { 0 };
                 target.fill(0xEE);
                 copy(&mut target[to..to + len + more], &source[from..]);
-                prop_assert_eq!(&target[to..to + len], &source[from..]);
+                prop_assert_eq!(&target[to..to + len], &source[from..], "{}", name);
                 prop_assert!(target[..to].iter().chain(&target[to + len..]).all(|&b| b == 0xEE));
             }
         }
