@@ -286,9 +286,10 @@ fn leave_early(rank: &Rank) -> Outcome {
 
 fn splits(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Even and odd ranks, in reverse order; the last rank of a world above 2 stays out.
+    // Even and odd ranks, in reverse order; the last rank of a world above 2 stays out. In small worlds neighbours, or there would be no order.
     let outside = rank.world > 2 && rank.rank == rank.world - 1;
-    let color = (!outside).then_some(rank.rank % 2);
+    let color_of = |of: u32| if rank.world > 3 { of % 2 } else { of / 2 };
+    let color = (!outside).then_some(color_of(rank.rank));
     let child = group.split(color, 100 - rank.rank, rank.soon())?;
     let Some(child) = child else {
         ensure!(outside, "rank {} got no group", rank.rank);
@@ -300,7 +301,7 @@ fn splits(rank: &Rank) -> Outcome {
     } else {
         rank.world
     };
-    let members: Vec<u32> = (0..last).rev().filter(|r| r % 2 == rank.rank % 2).collect();
+    let members: Vec<u32> = (0..last).rev().filter(|r| Some(color_of(*r)) == color).collect();
     let info = child.info();
     ensure!(
         info.world_size as usize == members.len(),
