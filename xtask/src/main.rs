@@ -96,7 +96,7 @@ enum Task {
 }
 
 /// Options of `cargo xtask test`.
-#[derive(Args, Default)]
+#[derive(Args, Clone, Default)]
 pub(crate) struct TestArgs {
     /// Run only this row (repeatable).
     #[arg(long = "row", value_name = "NAME")]
@@ -110,8 +110,8 @@ pub(crate) struct TestArgs {
     /// Run the ignored (long) tests too, with four times the time limits.
     #[arg(long)]
     pub(crate) long: bool,
-    /// Run so many rows at once: most wait more than they compute, those that do not count for two, and rows that measure run alone. Two per
-    /// core unless said, up to 8.
+    /// Run so many rows at once: most wait more than they compute, those that do not count for two, and rows that measure run alone. Unless
+    /// it is said, two per core and up to 8; one with `--long`, whose campaigns tell figures.
     #[arg(long, value_name = "N")]
     pub(crate) at_once: Option<u8>,
     /// Run the tests with random naps where threads and processes meet, with four times the time limits: finds orders of events that a test

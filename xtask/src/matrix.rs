@@ -53,7 +53,7 @@ pub(crate) const ROWS: &[Row] = &[
         "cross-crate: real processes, real kills, hostile bytes",
         loopback,
         E2E,
-        minutes(10),
+        minutes(15),
     ),
     row(
         "doc",

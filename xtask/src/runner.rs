@@ -116,10 +116,13 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     Ok(counts.failed == 0)
 }
 
-/// How many rows fit side by side.
+/// How many rows fit side by side. The campaigns of `--long` tell figures: one at a time, unless it is said.
 fn places(args: &TestArgs) -> usize {
     let cores = || thread::available_parallelism().map_or(1, usize::from);
-    let usual = || (2 * cores()).min(MOST_AT_ONCE);
+    let usual = || match args.long {
+        true => 1,
+        false => (2 * cores()).min(MOST_AT_ONCE),
+    };
     args.at_once.map_or_else(usual, usize::from).max(1)
 }
 
@@ -571,6 +574,20 @@ mod tests {
             ..TestArgs::default()
         };
         assert!(!is_left_out(burn, &long) && !is_left_out(burn, &by_name));
+    }
+
+    #[test]
+    fn rows_run_side_by_side_unless_they_measure_or_it_is_said() {
+        let long = TestArgs {
+            long: true,
+            ..TestArgs::default()
+        };
+        let said = TestArgs {
+            at_once: Some(3),
+            ..long.clone()
+        };
+        assert!(places(&TestArgs::default()) >= 2);
+        assert_eq!((places(&long), places(&said)), (1, 3));
     }
 
     fn strings(items: &[&str]) -> Vec<String> {
