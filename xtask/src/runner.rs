@@ -27,7 +27,7 @@ use crate::workers::{in_workers, lock};
 
 /// Building everything on two cores from nothing, with much to spare.
 const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
-/// Beyond it rows get in each other's way also where there are cores: they share the loopback interface, and descriptors.
+/// Also where there are more cores: rows share the loopback interface and the limit on descriptors, and more of them were not tried.
 const MOST_AT_ONCE: usize = 8;
 /// How long processes may outlive the tests that started them.
 const GRACE: Duration = Duration::from_secs(5);

@@ -26,6 +26,7 @@ Examples:
     oxccl conformance --plugin ./libacme.so --case failures --ranks 2
 
 A case that needs an operation, an element type or a feature that the backend does not advertise is not run and counted as not offered.
+Each form of an operation meets two of ten element counts, others for the next element type and number of ranks; OXCCL_LONG=1 tries all of them.
 What the cases expect of error texts and times is in docs/plugins.md. The exit code is 0 if at least one case ran and none failed, 1 if one failed,
 2 if the plugin cannot be used.";
 

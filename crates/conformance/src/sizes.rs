@@ -10,7 +10,7 @@ pub const LARGE: usize = 70_001;
 const FORMS: usize = 5;
 
 /// The counts for one form of an operation, by its number: all of [`SIZES`] with `OXCCL_LONG`, else two of them, and others for the next form, dtype
-/// and number of ranks. What goes wrong for one count on one dtype goes wrong in some form then, and a suite does a third of the operations.
+/// and number of ranks. What goes wrong for one count on one dtype goes wrong in some form then, and a reduction is done for about a third of its inputs.
 pub(crate) fn sizes(dtype: DType, form: usize, world: u32) -> impl Iterator<Item = usize> {
     let all = std::env::var_os("OXCCL_LONG").is_some();
     let turn = (usize::from(dtype.code()) + form + world as usize) % FORMS;
