@@ -275,16 +275,14 @@ pub trait ProcessGroupExt: ProcessGroup {
 
     /// Waits until every rank is here.
     fn barrier(&self) -> Result<()> {
-        self.run(Collective::Barrier, SubmitOptions::default())
-            .map_err(Error::from)?
-            .wait_done()
+        let result = self.run_blocking(Collective::Barrier, SubmitOptions::default());
+        result.map(drop).map_err(Error::from)
     }
 
     /// As [`barrier`](Self::barrier), naming the missing ranks at the deadline.
     fn monitored_barrier(&self, wait_all: bool, options: SubmitOptions) -> Result<()> {
-        self.run(Collective::MonitoredBarrier { wait_all }, options)
-            .map_err(Error::from)?
-            .wait_done()
+        let result = self.run_blocking(Collective::MonitoredBarrier { wait_all }, options);
+        result.map(drop).map_err(Error::from)
     }
 
     /// Validates `op` and runs it to its end, blocking; see [`ProcessGroup::execute`].

@@ -40,6 +40,9 @@ pub(crate) struct Arguments {
     /// Only these peers, and what of ours they are compared with: mpich, openmpi, openmpi-tcp, gloo.
     #[arg(long, value_delimiter = ',', value_name = "PEER,…")]
     only: Vec<Which>,
+    /// Compare with this `oxccl`, of a former build, instead of with other programs: whether a change made something slower.
+    #[arg(long, value_name = "FILE", conflicts_with = "write")]
+    former: Option<PathBuf>,
     /// Install PyTorch for its Gloo if it is not there (gigabytes).
     #[arg(long)]
     with_torch: bool,
@@ -88,15 +91,23 @@ pub(crate) fn run(arguments: Arguments) -> Result<bool> {
     let scratch = metadata.target_directory.join("xtask/peers");
     std::fs::create_dir_all(&scratch).with_context(|| format!("cannot make {}", scratch.display()))?;
     let only = &arguments.only;
+    let former = arguments.former.as_ref();
     let wanted = |which: Which| {
-        let compared = only.iter().any(|peer| peer.rival() == which.rival());
-        only.is_empty() || only.contains(&which) || (which.is_ours() && compared)
+        let compared = only.is_empty() || only.iter().any(|peer| peer.rival() == which.rival());
+        match former {
+            Some(_) => compared && (which.is_former() || which.rival() == which),
+            None => {
+                !which.is_former()
+                    && (only.is_empty() || only.contains(&which) || (which.is_ours() && compared))
+            }
+        }
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
 
     let mut programs = Vec::new();
     for which in Which::ALL.into_iter().filter(|w| wanted(*w)) {
-        let found = programs::find(which, &ours, &metadata, arguments.with_torch);
+        let oxccl = former.filter(|_| which.is_former()).unwrap_or(&ours);
+        let found = programs::find(which, oxccl, &metadata, arguments.with_torch);
         if let Err(why) = &found {
             eprintln!("bench-peers: {which} skipped: {why}");
         }

@@ -31,6 +31,12 @@ pub(crate) enum Which {
     OursAlloc,
     /// oxccl's gloo over TCP on loopback.
     OursTcp,
+    /// As the first, of the build that `--former` names.
+    #[value(skip)]
+    Former,
+    /// The same over TCP on loopback.
+    #[value(skip)]
+    FormerTcp,
     /// MPICH in shared memory.
     Mpich,
     /// Open MPI in shared memory.
@@ -42,18 +48,24 @@ pub(crate) enum Which {
 }
 
 impl Which {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::Ours,
         Self::OursAlloc,
+        Self::Former,
         Self::Mpich,
         Self::Openmpi,
         Self::OursTcp,
+        Self::FormerTcp,
         Self::OpenmpiTcp,
         Self::Gloo,
     ];
 
     pub(super) fn is_ours(self) -> bool {
         matches!(self, Self::Ours | Self::OursAlloc | Self::OursTcp)
+    }
+
+    pub(super) fn is_former(self) -> bool {
+        matches!(self, Self::Former | Self::FormerTcp)
     }
 
     /// Whether it is measured in `operation`.
@@ -64,8 +76,8 @@ impl Which {
     /// What of ours it is compared with.
     pub(super) fn rival(self) -> Self {
         match self {
-            Self::Ours | Self::OursAlloc | Self::Mpich | Self::Openmpi => Self::Ours,
-            Self::OursTcp | Self::OpenmpiTcp | Self::Gloo => Self::OursTcp,
+            Self::Ours | Self::OursAlloc | Self::Former | Self::Mpich | Self::Openmpi => Self::Ours,
+            Self::OursTcp | Self::FormerTcp | Self::OpenmpiTcp | Self::Gloo => Self::OursTcp,
         }
     }
 
@@ -86,6 +98,8 @@ impl fmt::Display for Which {
             Self::Ours => "oxccl",
             Self::OursAlloc => "oxccl alloc",
             Self::OursTcp => "oxccl tcp",
+            Self::Former => "former oxccl",
+            Self::FormerTcp => "former oxccl tcp",
             Self::Mpich => "MPICH",
             Self::Openmpi => "Open MPI",
             Self::OpenmpiTcp => "Open MPI tcp",
@@ -97,7 +111,7 @@ impl fmt::Display for Which {
 /// How a program is started.
 #[derive(Debug, Clone)]
 pub(super) enum Program {
-    /// `oxccl bench`.
+    /// `oxccl bench`, of now or of a former build.
     Oxccl {
         path: PathBuf,
         transport: &'static str,
@@ -109,19 +123,19 @@ pub(super) enum Program {
     Torch { python: PathBuf, script: PathBuf },
 }
 
-/// Finds or installs `which`; the error says in words why it cannot be measured here.
-pub(super) fn find(which: Which, ours: &Path, metadata: &Metadata, torch: bool) -> Result<Program, String> {
+/// Finds or installs `which`, where `oxccl` is its program if it is one of ours; the error says in words why it cannot be measured here.
+pub(super) fn find(which: Which, oxccl: &Path, metadata: &Metadata, torch: bool) -> Result<Program, String> {
     let cache = deny::cache(metadata).with_file_name("peers");
-    let oxccl = |transport| {
+    let ours = |transport| {
         Ok(Program::Oxccl {
-            path: ours.to_owned(),
+            path: oxccl.to_owned(),
             transport,
             alloc: which == Which::OursAlloc,
         })
     };
     let found = match which {
-        Which::Ours | Which::OursAlloc => oxccl("auto"),
-        Which::OursTcp => oxccl("tcp"),
+        Which::Ours | Which::OursAlloc | Which::Former => ours("auto"),
+        Which::OursTcp | Which::FormerTcp => ours("tcp"),
         Which::Mpich => mpich(&cache),
         Which::Openmpi => openmpi(&cache, &[]),
         Which::OpenmpiTcp => openmpi(
