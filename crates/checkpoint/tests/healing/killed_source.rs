@@ -5,8 +5,8 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ftcore::ErrorKind;
@@ -16,7 +16,7 @@ use crate::fake_source::state;
 
 const ROLE: &str = "OXCCL_TEST_HEALING_ROLE";
 const LONG: Duration = Duration::from_secs(120);
-/// 16 MiB: far more than what sockets and pipes hold.
+/// 16 MiB.
 const KIB: usize = 16 << 10;
 
 /// Serves until its parent closes the pipe. Does nothing in an ordinary run of the tests.
@@ -62,15 +62,23 @@ impl Drop for Source {
     }
 }
 
+/// What becomes of connections whose bytes have been counted.
+enum Then {
+    GoOn,
+    /// What is still in the buffers of a source that was killed is lost, as with its machine: there may be all that it has.
+    End,
+}
+
 /// Passes connections on to `to` and counts what comes back; calls `after` once that is more than `bytes`. Returns its URL.
-fn counted(to: &str, bytes: u64, after: impl FnOnce() + Send + 'static) -> (String, Arc<AtomicU64>) {
+fn counted(to: &str, bytes: u64, after: impl FnOnce() -> Then + Send + 'static) -> (String, Arc<AtomicU64>) {
     let rest = to.strip_prefix("http://").unwrap();
     let (address, path) = rest.split_once('/').unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/{path}", listener.local_addr().unwrap());
     let (address, seen) = (address.to_owned(), Arc::new(AtomicU64::new(0)));
     let count = Arc::clone(&seen);
-    let after = Arc::new(std::sync::Mutex::new(Some(after)));
+    let after = Arc::new(Mutex::new(Some(after)));
+    let ended = Arc::new(AtomicBool::new(false));
     std::thread::spawn(move || {
         for inward in listener.incoming() {
             let Ok(inward) = inward else { return };
@@ -80,18 +88,20 @@ fn counted(to: &str, bytes: u64, after: impl FnOnce() + Send + 'static) -> (Stri
             };
             let (mut from, mut to) = (inward.try_clone().unwrap(), outward.try_clone().unwrap());
             std::thread::spawn(move || std::io::copy(&mut from, &mut to));
-            let (count, after) = (Arc::clone(&count), Arc::clone(&after));
+            let (count, after, ended) = (Arc::clone(&count), Arc::clone(&after), Arc::clone(&ended));
             std::thread::spawn(move || {
                 let (mut from, mut to) = (outward, inward);
                 let mut buffer = vec![0; 64 << 10];
                 while let Ok(n) = from.read(&mut buffer) {
-                    if n == 0 || to.write_all(&buffer[..n]).is_err() {
+                    let over = n == 0 || ended.load(Ordering::SeqCst);
+                    if over || to.write_all(&buffer[..n]).is_err() {
                         break;
                     }
                     if count.fetch_add(n as u64, Ordering::SeqCst) + n as u64 > bytes
                         && let Some(after) = after.lock().unwrap().take()
+                        && let Then::End = after()
                     {
-                        after();
+                        ended.store(true, Ordering::SeqCst);
                     }
                 }
                 let _ = to.shutdown(std::net::Shutdown::Both);
@@ -102,9 +112,10 @@ fn counted(to: &str, bytes: u64, after: impl FnOnce() + Send + 'static) -> (Stri
 }
 
 /// Sends SIGKILL to the process; it is collected by its owner.
-fn kill(pid: u32) {
+fn kill(pid: u32) -> Then {
     let status = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
     assert!(status.unwrap().success());
+    Then::End
 }
 
 fn fetch(urls: &[&String]) -> ftcore::Result<oxccl_checkpoint::Fetched> {
@@ -120,13 +131,15 @@ fn a_source_killed_in_the_middle_of_a_transfer_costs_no_more_than_what_it_had_no
     let (through, sent) = counted(&dies.url, 2 << 20, {
         let killed = Arc::clone(&killed);
         move || {
-            kill(pid);
+            let then = kill(pid);
             killed.wait();
+            then
         }
     });
     // It goes on after its first bytes once the other is dead: else it might bring everything before.
     let (other, sent_by_other) = counted(&lives.url, 0, move || {
         killed.wait();
+        Then::GoOn
     });
     let fetched = fetch(&[&through, &other]).unwrap();
     assert_eq!(fetched.state, state(KIB, 3.0));

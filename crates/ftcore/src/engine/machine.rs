@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
+use std::vec::Drain;
 
 /// What an operation is ordered with: those of one channel start and are told in the order of submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -192,12 +193,16 @@ impl<E: Clone> Machine<E> {
 
     /// True if some caller is not told yet.
     pub(super) fn is_pending(&self) -> bool {
-        !self.channels.is_empty() || !self.carried.is_empty()
+        !self.all_told() || !self.carried.is_empty()
+    }
+
+    fn all_told(&self) -> bool {
+        self.channels.values().all(|c| c.order.is_empty())
     }
 
     /// What is to be done, in order.
-    pub(super) fn take_actions(&mut self) -> Vec<Action> {
-        std::mem::take(&mut self.actions)
+    pub(super) fn take_actions(&mut self) -> Drain<'_, Action> {
+        self.actions.drain(..)
     }
 
     fn admit(&self) -> Result<(), Refusal<E>> {
@@ -398,7 +403,8 @@ impl<E: Clone> Machine<E> {
             } else {
                 channel.order.retain(|n| *n != number);
             }
-            if channel.order.is_empty() {
+            // That of the collectives stays: the next one is not to allocate it again.
+            if channel.order.is_empty() && id != Channel::Collectives {
                 self.channels.remove(&id);
             }
         }
@@ -481,7 +487,7 @@ impl<E: Clone> Machine<E> {
             (Asked::Yes, _) | (_, Asked::Yes) | (Asked::No, Asked::No) => false,
             (Asked::Answered, _) | (_, Asked::Answered) => self.calling.is_empty() && self.carried.is_empty(),
         };
-        self.ended |= (through || self.given_up) && self.channels.is_empty();
+        self.ended |= (through || self.given_up) && self.all_told();
         if self.ended {
             self.grace = None;
         }

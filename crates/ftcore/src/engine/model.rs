@@ -458,7 +458,7 @@ impl Walk {
 
     fn check(&mut self) {
         assert_eq!(self.machine.failure().copied(), self.first, "the first failure");
-        let actions = self.machine.take_actions();
+        let actions: Vec<Action> = self.machine.take_actions().collect();
         assert!(
             self.end.is_none() || actions.is_empty(),
             "{actions:?} after the end"

@@ -4,7 +4,7 @@
 //! are told in the machine's order whichever threads it speaks through; a callback that calls back in finds the queue being emptied
 //! and leaves its part there.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
@@ -175,7 +175,7 @@ type Later = Box<dyn FnOnce() -> Vec<Tensor> + Send>;
 
 struct State<J> {
     machine: Machine<Error>,
-    entries: HashMap<u64, Entry<J>>,
+    entries: BTreeMap<u64, Entry<J>>,
     outgoing: VecDeque<Outgoing>,
     /// A thread is emptying `outgoing`.
     telling: bool,
@@ -231,7 +231,7 @@ impl<D: Driver> Engine<D> {
             recorder: OnceLock::new(),
             state: Mutex::new(State {
                 machine: Machine::new(rules, D::OVERTIME),
-                entries: HashMap::new(),
+                entries: BTreeMap::new(),
                 outgoing: VecDeque::new(),
                 telling: false,
                 carried: Vec::new(),
@@ -556,19 +556,24 @@ impl<D: Driver> Engine<D> {
     /// Carries out what the machine orders, in order, outside the lock.
     fn tell<'a>(&'a self, mut state: MutexGuard<'a, State<D::Job>>) {
         let failure = state.machine.failure().cloned();
-        for action in state.machine.take_actions() {
-            let outgoing = match (action, &failure) {
+        let State {
+            machine,
+            entries,
+            outgoing,
+            ..
+        } = &mut *state;
+        for action in machine.take_actions() {
+            let said = match (action, &failure) {
                 (Action::Interrupt, Some(failure)) => Some(Outgoing::Interrupt(failure.clone())),
                 (Action::Interrupt, None) => None,
                 (Action::GiveUp, _) => Some(Outgoing::GiveUp),
-                (Action::Tell(number), _) => state.entries.remove(&number).and_then(Entry::answer),
-                (Action::Fail(number), Some(failure)) => state
-                    .entries
-                    .remove(&number)
-                    .map(|entry| entry.end(failure.clone())),
+                (Action::Tell(number), _) => entries.remove(&number).and_then(Entry::answer),
+                (Action::Fail(number), Some(failure)) => {
+                    entries.remove(&number).map(|entry| entry.end(failure.clone()))
+                }
                 (Action::Fail(_), None) => None,
             };
-            state.outgoing.extend(outgoing);
+            outgoing.extend(said);
         }
         // Only then has it changed, and looking for it costs as much as there is in flight.
         if let Some(at) = failure.and_then(|_| state.machine.wake_at()) {
