@@ -556,24 +556,19 @@ impl<D: Driver> Engine<D> {
     /// Carries out what the machine orders, in order, outside the lock.
     fn tell<'a>(&'a self, mut state: MutexGuard<'a, State<D::Job>>) {
         let failure = state.machine.failure().cloned();
-        let State {
-            machine,
-            entries,
-            outgoing,
-            ..
-        } = &mut *state;
-        for action in machine.take_actions() {
+        let inner = &mut *state;
+        for action in inner.machine.take_actions() {
             let said = match (action, &failure) {
                 (Action::Interrupt, Some(failure)) => Some(Outgoing::Interrupt(failure.clone())),
-                (Action::Interrupt, None) => None,
                 (Action::GiveUp, _) => Some(Outgoing::GiveUp),
-                (Action::Tell(number), _) => entries.remove(&number).and_then(Entry::answer),
-                (Action::Fail(number), Some(failure)) => {
-                    entries.remove(&number).map(|entry| entry.end(failure.clone()))
-                }
-                (Action::Fail(_), None) => None,
+                (Action::Tell(number), _) => inner.entries.remove(&number).and_then(Entry::answer),
+                (Action::Fail(number), Some(failure)) => inner
+                    .entries
+                    .remove(&number)
+                    .map(|entry| entry.end(failure.clone())),
+                (Action::Interrupt | Action::Fail(_), None) => None,
             };
-            outgoing.extend(said);
+            inner.outgoing.extend(said);
         }
         // Only then has it changed, and looking for it costs as much as there is in flight.
         if let Some(at) = failure.and_then(|_| state.machine.wake_at()) {
