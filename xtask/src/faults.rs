@@ -173,6 +173,8 @@ const FAULTS: &[Fault] = &[
     ("lifecycle: an epoch again", Tests("ftcore --lib -- lifecycle"), &[("crates/ftcore/src/lifecycle.rs", "if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {", "if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch < last) {")]),
     ("plugin: a time-out that overflows a clock", Tests("oxccl-plugin --lib"), &[("crates/plugin/src/fault.rs", "timeout.as_secs().min(LONGEST) * 1000 + u64::from(timeout.subsec_nanos().div_ceil(1_000_000));", "timeout.as_secs().min(LONGEST * 100) * 1000 + u64::from(timeout.subsec_nanos().div_ceil(1_000_000));")]),
     ("plugin: a handle of an earlier operation is taken", Tests("oxccl-plugin --lib"), &[("crates/plugin/src/host/handles.rs", "}) if *generation == handle.generation() => loan.plugin,", "}) if *generation >= handle.generation() => loan.plugin,")]),
+    ("nccl: the least of integers is the greatest", Row("nccl-standin"), &[("crates/backend-nccl/src/enqueue.rs", "ReduceOp::Min => Some((Extreme::Min, redop::MIN)),", "ReduceOp::Min => Some((Extreme::Min, redop::MAX)),")]),
+    ("engine: a group has ended before every caller is told", Tests("ftcore --lib -- engine"), &[("crates/ftcore/src/engine/machine.rs", "self.ended |= (through || self.given_up) && self.all_told();", "self.ended |= through || self.given_up;")]),
     ("store's ranks compare: an operation that only one rank calls", Tests("ftcore"), &[("crates/ftcore/src/agreement.rs", "if sent != expected {", "if false && sent != expected {")]),
 ];
 
