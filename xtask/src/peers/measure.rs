@@ -152,11 +152,10 @@ pub(super) fn output(command: &mut Command, scratch: &Path) -> Result<String> {
     let text = fs::read_to_string(&out).context("the program's output")?;
     if !finished.is_success() {
         let said = fs::read_to_string(&errors).unwrap_or_default();
-        bail!(
-            "{}: {}",
-            finished.describe(),
-            deny::reason(&said).unwrap_or_default()
-        );
+        // What clap refuses stands first, and below it how to get help.
+        let refused = said.lines().find(|line| line.starts_with("error: "));
+        let why = refused.map(str::to_owned).or_else(|| deny::reason(&said));
+        bail!("{}: {}", finished.describe(), why.unwrap_or_default());
     }
     if !left.is_empty() {
         bail!("it left processes behind: {}", left.join(", "));

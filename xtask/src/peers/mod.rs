@@ -1,4 +1,4 @@
-//! `cargo xtask bench-peers`: our operations against MPI's and PyTorch's on this machine, in one session.
+//! `cargo xtask bench-peers`: our operations against MPI's and PyTorch's, or those of a former build, on this machine, in one session.
 //!
 //! `programs` finds or installs the peers, `operations` says what is measured, `measure` runs one program, `limit` measures what
 //! the machine could do at best, `report` makes the tables: ours, peers, ratios, limit. All programs measure by the rule of
@@ -40,7 +40,8 @@ pub(crate) struct Arguments {
     /// Only these peers, and what of ours they are compared with: mpich, openmpi, openmpi-tcp, gloo.
     #[arg(long, value_delimiter = ',', value_name = "PEER,…")]
     only: Vec<Which>,
-    /// Compare with this `oxccl`, of a former build, instead of with other programs: whether a change made something slower.
+    /// Compare with this `oxccl`, of a former build, instead of with other programs: whether a change made something slower. It must
+    /// know `oxccl bench --bind`. With --only: over the transports of those peers.
     #[arg(long, value_name = "FILE", conflicts_with = "write")]
     former: Option<PathBuf>,
     /// Install PyTorch for its Gloo if it is not there (gigabytes).

@@ -153,9 +153,9 @@ impl Report {
         }
     }
 
-    /// True if our own program was measured in every section.
+    /// True if our own program, and the former one if there is one, was measured in every section.
     pub(super) fn ours_ran(&self) -> bool {
-        let failed = |s: &Section| s.skipped.iter().any(|(w, ..)| w.is_ours());
+        let failed = |s: &Section| s.skipped.iter().any(|(w, ..)| w.is_ours() || w.is_former());
         !self.sections.iter().any(failed)
     }
 
@@ -570,10 +570,12 @@ mod tests {
 
     #[test]
     fn a_run_of_ours_that_failed_is_a_failure() {
-        let mut bad = section();
         assert!(report().ours_ran());
-        bad.skip(Which::OursTcp, None, "exit status: 1".to_owned());
-        assert!(!Report::new(vec![section(), bad], 3, load()).ours_ran());
+        for which in [Which::OursTcp, Which::Former] {
+            let mut bad = section();
+            bad.skip(which, None, "exit status: 1".to_owned());
+            assert!(!Report::new(vec![section(), bad], 3, load()).ours_ran());
+        }
     }
 
     #[test]
