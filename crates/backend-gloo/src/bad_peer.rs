@@ -3,7 +3,7 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use ftcore::{
@@ -189,17 +189,20 @@ fn a_peer_that_sends_a_little_now_and_then_keeps_no_operation_from_its_deadline(
         let mut stranger = Stranger::connect(&store);
         ours.join().unwrap();
         let options = SubmitOptions::by(deadline_in(Duration::from_secs(1)));
-        let call = scope.spawn(|| group.run_blocking(sum(), options));
+        let (tell, told) = mpsc::channel();
+        let group = &group;
+        scope.spawn(move || tell.send(group.run_blocking(sum(), options)));
         let header = DataHeader {
             fingerprint: sum().fingerprint(),
             ..data_header(0, 4 * COUNT as u64)
         };
         stranger.data.write_all(&header.encode()).unwrap();
-        // Byte by byte: the tensor takes longer than this test may.
+        // Byte by byte: the tensor takes longer than this test may. The group closes its connections before the call
+        // returns, so the writes end first.
         let until = soon();
-        while !call.is_finished() && Instant::now() < until && stranger.data.write_all(&[0]).is_ok() {}
-        assert!(call.is_finished(), "it goes on beyond its deadline");
-        let error = call.join().unwrap().unwrap_err().error;
+        scope.spawn(move || while Instant::now() < until && stranger.data.write_all(&[0]).is_ok() {});
+        let outcome = told.recv_timeout(Duration::from_secs(15));
+        let error = outcome.expect("it goes on beyond its deadline").unwrap_err().error;
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     });
 }
