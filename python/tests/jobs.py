@@ -127,8 +127,10 @@ def _rank(
 
 def alone(**options: Any) -> oxccl.World:
     """A world of this process only."""
-    folder = tempfile.mkdtemp()
-    return oxccl.init(f"file://{folder}/meeting", rank=0, world_size=1, **options)
+    folder = tempfile.TemporaryDirectory()
+    # The world's store stays in use as long as the world.
+    atexit.register(folder.cleanup)
+    return oxccl.init(f"file://{folder.name}/meeting", rank=0, world_size=1, **options)
 
 
 def script(text: str, ranks: int, folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
