@@ -201,8 +201,9 @@ fn a_peer_that_sends_a_little_now_and_then_keeps_no_operation_from_its_deadline(
         // returns, so the writes end first.
         let until = soon();
         scope.spawn(move || while Instant::now() < until && stranger.data.write_all(&[0]).is_ok() {});
-        let outcome = told.recv_timeout(Duration::from_secs(15));
-        let error = outcome.expect("it goes on beyond its deadline").unwrap_err().error;
+        let told = told.recv_timeout(Duration::from_secs(15));
+        let failed = told.expect("it goes on beyond its deadline").unwrap_err();
+        let error = failed.error;
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     });
 }

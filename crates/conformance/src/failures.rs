@@ -149,25 +149,28 @@ fn failure_of(rank: &Rank, group: &dyn ProcessGroup, work: Option<ftcore::Work>)
 }
 
 fn aborted(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+    abort_by_rank_0(rank, rank.group()?.as_ref())
+}
+
+/// Rank 0 aborts `group`, with work pending on every rank; all hear why.
+pub(crate) fn abort_by_rank_0(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     if rank.rank != 0 {
-        let work = submit_large(group.as_ref(), rank.soon())?;
+        let work = submit_large(group, rank.soon())?;
         rank.meet("submitted")?;
-        let e = failure_of(rank, group.as_ref(), work)?;
+        let e = failure_of(rank, group, work)?;
         return expected::ABORTED_ELSEWHERE.check(&e, &[("REASON", "enough"), ("N", "0")]);
     }
     // A receive without a send: only the abort ends it.
     let op = Collective::Recv {
         tensor: Tensor::zeros(moved(group.capabilities()), 1),
         peer: Some(1),
-        tag: tag_of(group.as_ref(), 99),
+        tag: tag_of(group, 99),
     };
     let work = group.run(op, SubmitOptions::by(rank.soon()))?;
     rank.meet("submitted")?;
     let began = Instant::now();
     std::thread::scope(|scope| {
-        let group = group.as_ref();
-        scope.spawn(move || group.abort("enough"));
+        scope.spawn(|| group.abort("enough"));
     });
     let Err(e) = work.wait(rank.soon()) else {
         return Err(Failure::new("a receive without a sender succeeded"));

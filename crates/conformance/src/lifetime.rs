@@ -9,6 +9,7 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds, eventually};
+use crate::failures::abort_by_rank_0;
 use crate::messages::tag_of;
 use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
@@ -74,7 +75,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             &abort,
             dropped_group,
         ));
-        let split = [abort[0], abort[1], Needs::Feature(Feature::Split)];
+        let split = [abort[0], abort[1], reduce, Needs::Feature(Feature::Split)];
         all.push(Case::new(
             "lifetime::a_part_is_watched_after_its_parent_was_dropped",
             world,
@@ -335,22 +336,9 @@ fn traffic(rank: &Rank) -> Outcome {
     Ok(())
 }
 
+/// Rank 0 drops the group while a receive is pending; the others hear of it.
 fn dropped_group(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    drop_with_a_receive(rank, group)
-}
-
-/// The group that it was split from is gone on every rank by then.
-fn dropped_part(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
-    let part = group.split(Some(0), rank.rank, rank.soon())?;
-    let part = part.ok_or_else(|| Failure::new("no part for a rank with a colour"))?;
-    drop(group);
-    drop_with_a_receive(rank, part)
-}
-
-/// Rank 0 drops the group while a receive is pending; the others hear of it.
-fn drop_with_a_receive(rank: &Rank, group: Box<dyn ProcessGroup>) -> Outcome {
     // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank != 0 {
@@ -365,4 +353,13 @@ fn drop_with_a_receive(rank: &Rank, group: Box<dyn ProcessGroup>) -> Outcome {
     };
     ensure!(e.kind() == ErrorKind::Aborted, "{e}");
     Ok(())
+}
+
+/// The group that it was split from is gone on every rank by then.
+fn dropped_part(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let part = group.split(Some(0), rank.rank, rank.soon())?;
+    let part = part.ok_or_else(|| Failure::new("no part for a rank with a colour"))?;
+    drop(group);
+    abort_by_rank_0(rank, part.as_ref())
 }
