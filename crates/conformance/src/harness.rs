@@ -35,6 +35,17 @@ pub(crate) const LASTING: &str = "many";
 /// A process rank that has not ended by then is killed, and the case has failed.
 pub(crate) const TIME_LIMIT: Duration = crate::expected::CASE.at_most;
 
+/// How many cases run at once, at least, in a suite that has the machine to itself: most of them wait most of the time.
+const BY_ITSELF: usize = 12;
+
+/// None in the matrix, which runs suites side by side.
+fn by_itself() -> Option<usize> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::env::var_os("OXCCL_XTASK_RUN")
+        .is_none()
+        .then_some(cores.max(BY_ITSELF))
+}
+
 /// Makes a new, unconfigured group of the backend under test.
 pub type MakeGroup = fn(GroupOptions) -> Result<Box<dyn ProcessGroup>>;
 
@@ -479,7 +490,8 @@ pub struct Plan {
     pub lasting: bool,
     /// The worlds of [`Worlds::Large`] too, on ranks that live through many cases.
     pub large: bool,
-    /// How many cases run at once unless `--test-threads` says it; `None` is one per core. More, where starting mostly sleeps.
+    /// How many cases run at once unless `--test-threads` says it; `None` is one per core in `cargo xtask test`, which runs suites side by
+    /// side, and a dozen at least elsewhere. More, where starting mostly sleeps; fewer, where it computes.
     pub at_once: Option<usize>,
     /// The program of a process rank with its first arguments, if it is not this very binary without arguments. It must come to
     /// [`Plan::serve`] with a plan of the same backend.
@@ -603,7 +615,7 @@ impl Plan {
             None => {}
         }
         let mut arguments = Arguments::from_args();
-        arguments.test_threads = arguments.test_threads.or(self.at_once);
+        arguments.test_threads = arguments.test_threads.or(self.at_once).or_else(by_itself);
         let all = std::iter::once(&self).chain(more);
         let trials: Result<Vec<_>> = all.map(Self::trials).collect();
         let trials = match trials {
