@@ -396,10 +396,14 @@ fn sharded_step(rank: &Rank) -> Outcome {
             oracle::reduce(dtype, op, &values.collect::<Vec<_>>(), rank.world)
         };
         let sum = |j: usize| all_of(&mut (0..rank.world).map(|r| oracle::input(kind, dtype, op, r, j)));
-        for (i, slot) in whole.bytes().chunks_exact(dtype.size()).enumerate() {
-            let want = all_of(&mut (0..world).map(|r| sum(r * n + i % n)));
+        // Every rank's part holds the same.
+        let part: Vec<_> = (0..n)
+            .map(|i| all_of(&mut (0..world).map(|r| sum(r * n + i))))
+            .collect();
+        let wanted = part.iter().cycle();
+        for ((i, slot), want) in whole.bytes().chunks_exact(dtype.size()).enumerate().zip(wanted) {
             let have = oracle::load(dtype, slot);
-            ensure!(have == want, "element {i} is {have:?}, expected {want:?}");
+            ensure!(have == *want, "element {i} is {have:?}, expected {want:?}");
         }
     }
     Ok(())
