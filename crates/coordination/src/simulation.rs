@@ -60,6 +60,15 @@ mod tests {
         keep_the_promises(asked.unwrap_or(SEEDS));
     }
 
+    /// The end of an epoch that was never delivered, whose id those of a later lighthouse were below; a commit in an epoch which the others had left, at
+    /// the first step and later; a step that only a lost replica had.
+    #[test]
+    fn seeds_that_failed_once_keep_the_promises() {
+        for seed in [1506, 2944, 935, 1300, 1758] {
+            keep_the_promises(seed..seed + 1);
+        }
+    }
+
     #[test]
     #[ignore = "long: twenty thousand seeds"]
     fn twenty_thousand_seeds_keep_the_promises() {

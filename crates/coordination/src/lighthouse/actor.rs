@@ -172,7 +172,10 @@ struct Actor {
     journal: Journal,
     /// Why this lighthouse may answer no more.
     over: Option<Error>,
-    saved_id: i64,
+    /// The epoch that was delivered last.
+    delivered: i64,
+    /// The newest epoch that was not, because it could not be recorded.
+    put_off: Option<i64>,
     /// By ticket: what the caller holds and wants, and the way to it.
     calls: HashMap<Ticket, (Caller, oneshot::Sender<Result<Reply>>)>,
     shelf: Shelf,
@@ -209,7 +212,8 @@ pub(crate) fn start(
         state,
         journal,
         over: None,
-        saved_id: 0,
+        delivered: 0,
+        put_off: None,
         calls: HashMap::new(),
         shelf: Shelf::default(),
         watched: Arc::clone(&watched),
@@ -443,7 +447,7 @@ impl Actor {
                 Action::Save(_) => {}
                 Action::Deliver { tickets, quorum } => match self.journal.written() {
                     Ok(()) => self.deliver(&tickets, &quorum),
-                    Err(error) => self.put_off(&tickets, &error),
+                    Err(error) => self.put_off(&tickets, &quorum, &error),
                 },
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
@@ -452,6 +456,8 @@ impl Actor {
                         let _ = reply.send(Err(error));
                     }
                 }
+                // No member has it, and the ids of a lighthouse that starts without a record may be lower.
+                Action::Push { event, .. } if self.put_off == Some(event.quorum_id) => {}
                 Action::Push { to, event } => {
                     tracing::info!(
                         epoch = event.quorum_id,
@@ -484,8 +490,11 @@ impl Actor {
         refused
     }
 
-    /// A quorum that is not recorded is told to no member; its members ask again.
-    fn put_off(&mut self, tickets: &[Ticket], error: &Error) {
+    /// A quorum that is not recorded is told to no member, and neither is its end; its members ask again.
+    fn put_off(&mut self, tickets: &[Ticket], quorum: &Quorum, error: &Error) {
+        if quorum.quorum_id != self.delivered {
+            self.put_off = Some(quorum.quorum_id);
+        }
         for ticket in tickets {
             if let Some((_, reply)) = self.calls.remove(ticket) {
                 let _ = reply.send(Err(error.clone()));
@@ -498,10 +507,10 @@ impl Actor {
         if self.watched.is_on() {
             self.rates.tells(quorum, self.now);
         }
-        if quorum.quorum_id != self.saved_id {
+        if quorum.quorum_id != self.delivered {
             self.counters.epochs += 1;
             self.watched.ring();
-            self.saved_id = quorum.quorum_id;
+            (self.delivered, self.put_off) = (quorum.quorum_id, None);
             tracing::info!(
                 epoch = quorum.quorum_id,
                 size = quorum.participants.len(),

@@ -310,7 +310,7 @@ impl Job {
 
     async fn keep_going(self: &Arc<Self>) {
         let disk = Plate::default();
-        let lighthouse = Arc::new(Mutex::new(Some(start_lighthouse(self, &disk))));
+        let lighthouse = Arc::new(Mutex::new(Some(start_lighthouse(self, &disk, false))));
         for slot in 0..self.scenario.replicas {
             tokio::spawn(live(self.clone(), slot, random_of(self.scenario.seed, slot)));
         }
@@ -337,7 +337,7 @@ impl Job {
                         if set_back && job.scenario.has_disk {
                             set_wall(Some(Duration::from_secs(WALL / 2)));
                         }
-                        let again = start_lighthouse(&job, &disk);
+                        let again = start_lighthouse(&job, &disk, false);
                         *lighthouse.lock().unwrap_or_else(PoisonError::into_inner) = Some(again);
                         job.note(|| "the lighthouse is back".to_string());
                     }
@@ -348,7 +348,22 @@ impl Job {
         for end in ends {
             let _ = end.await;
         }
-        self.recovers().await;
+        self.note(|| "the faults are over".to_string());
+        let mut outcome = self.recovers().await;
+        // What only a replica had that is lost for good is given up by the operator's word, who is told so, and by nothing else.
+        let asks = |line: &String| line.contains("--accept-rollback");
+        if outcome.is_err() && self.scenario.lost_for_good().is_some() && self.state().trace.iter().any(asks)
+        {
+            self.net.end(LIGHTHOUSE, false);
+            drop(lighthouse.lock().unwrap_or_else(PoisonError::into_inner).take());
+            let again = start_lighthouse(self, &disk, true);
+            self.note(|| "the lighthouse is back, with --accept-rollback".to_string());
+            outcome = self.recovers().await;
+            drop(again);
+        }
+        if let Err(text) = outcome {
+            self.violate(text);
+        }
     }
 
     async fn befall(&self, fault: Fault, disk: &Plate) {
@@ -392,9 +407,8 @@ impl Job {
         }
     }
 
-    /// The faults are over: all commit again.
-    async fn recovers(&self) {
-        self.note(|| "the faults are over".to_string());
+    /// All commit again. Errors: what does not go on.
+    async fn recovers(&self) -> Result<(), String> {
         self.groups.settle();
         let Scenario { replicas, ranks, .. } = self.scenario;
         let mut since = vec![vec![0; ranks as usize]; replicas];
@@ -415,13 +429,12 @@ impl Job {
                 .filter(|&slot| !self.is_lost_for_good(slot) && !self.running(slot).is_attached())
                 .collect();
             if is_broken || goes_on && deaf.is_empty() {
-                return;
+                return Ok(());
             }
             if clock::now() >= until {
-                let text = format!(
+                return Err(format!(
                     "liveness: {RECOVERY:?} after the last fault the ranks have committed {since} steps, and the replicas {deaf:?} have no stream"
-                );
-                return self.violate(text);
+                ));
             }
         }
     }

@@ -50,11 +50,12 @@ fn serves<A: Answers>(listener: super::Listener, routes: Arc<A>, limits: Connect
 }
 
 /// Starts a lighthouse; it ends when what comes back is dropped, and its host with it.
-pub(super) fn start_lighthouse(job: &Job, disk: &Plate) -> impl Send + use<> {
+pub(super) fn start_lighthouse(job: &Job, disk: &Plate, accept_rollback: bool) -> impl Send + use<> {
     let config = LighthouseConfig {
         min_replicas: job.scenario.min_replicas,
         join_timeout: Duration::from_secs(4),
         heartbeat_timeout: HEARTBEAT,
+        accept_rollback,
         ..LighthouseConfig::default()
     };
     let host = job.net.start(LIGHTHOUSE);

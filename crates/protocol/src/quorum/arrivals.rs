@@ -89,11 +89,17 @@ impl LighthouseState {
         Ok(())
     }
 
-    pub(super) fn join(&mut self, member: Member, ticket: Ticket, now: Instant, actions: &mut Vec<Action>) {
+    pub(super) fn join(
+        &mut self,
+        mut member: Member,
+        ticket: Ticket,
+        now: Instant,
+        actions: &mut Vec<Action>,
+    ) {
         let id = member.replica_id.clone();
         self.evicted.started_again(&member);
         let checked = fields::check(&member).and_then(|()| self.check(&id, member.last_quorum_id, now));
-        if let Err(error) = checked.and_then(|()| self.check_state(&member)) {
+        if let Err(error) = checked.and_then(|()| self.check_state(&mut member)) {
             self.recent.note(cut(&id), Fate::Refused, cut(error.message()));
             actions.push(Action::Reject { ticket, error });
             return;
@@ -146,11 +152,22 @@ impl LighthouseState {
         }
     }
 
-    pub(super) fn check_state(&mut self, member: &Member) -> Result<(), Error> {
-        let job = if self.is_over() { None } else { self.job.as_mut() };
-        match job.and_then(|job| job.refuses(member)) {
-            Some(text) => Err(Error::new(ErrorKind::Conflict, text)),
+    /// One that went on in an epoch which the others had left holds nothing that counts.
+    pub(super) fn check_state(&mut self, member: &mut Member) -> Result<(), Error> {
+        if self.is_over() {
+            return Ok(());
+        }
+        let Some(job) = &mut self.job else {
+            return Ok(());
+        };
+        match job.refuses(member) {
             None => Ok(()),
+            Some(_) if job.left_behind(member) => {
+                (member.step, member.batches_committed, member.healed) = (0, 0, false);
+                member.lineage.clear();
+                Ok(())
+            }
+            Some(text) => Err(Error::new(ErrorKind::Conflict, text)),
         }
     }
 

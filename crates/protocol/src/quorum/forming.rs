@@ -203,8 +203,13 @@ impl LighthouseState {
             self.job.as_ref().filter(|job| w.member.step > job.step)?;
             Some((id.clone(), w.member.clone()))
         });
-        for (id, member) in ahead.collect::<Vec<_>>() {
-            let Err(error) = self.check_state(&member) else {
+        for (id, mut member) in ahead.collect::<Vec<_>>() {
+            let Err(error) = self.check_state(&mut member) else {
+                self.roster.update(&id, |entry| {
+                    if let Some(waiting) = &mut entry.waiting {
+                        waiting.member = member;
+                    }
+                });
                 continue;
             };
             let waiting = self.roster.update(&id, |entry| {

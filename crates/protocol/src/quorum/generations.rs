@@ -118,6 +118,48 @@ fn the_record_is_saved_before_a_new_epoch_is_delivered_and_not_for_every_step() 
     assert_eq!(saved(&sim), None);
 }
 
+/// b lost its connections, not its life: it finished the step in the epoch that a had left, and no other replica has that commit.
+#[test]
+fn who_committed_in_an_epoch_that_the_others_had_left_heals() {
+    let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);
+    let epoch = SEED + 1;
+    sim.detach("b:1", 2);
+    sim.join_as(at("a:1", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:1"]);
+    let own = chain(&lineage, epoch, 10..11);
+    let back = |last_quorum_id, step, lineage: &Lineage| Member {
+        last_quorum_id,
+        batches_committed: 11,
+        ..at("b:1", step, lineage)
+    };
+    for (what, stranger) in [
+        ("another epoch", back(epoch - 1, 11, &own)),
+        (
+            "another history",
+            back(epoch, 11, &chain(&lineage, epoch + 5, 10..11)),
+        ),
+        ("two commits", back(epoch, 12, &chain(&lineage, epoch, 10..12))),
+    ] {
+        let ticket = sim.join_as(stranger);
+        assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)], "{what}");
+    }
+    // A restarted lighthouse knows the last epoch only.
+    let mut successor = restart(&sim);
+    let ticket = successor.join_as(back(epoch, 11, &own));
+    assert_eq!(successor.rejected(), [(ticket, ErrorKind::Conflict)]);
+    sim.join_as(back(epoch, 11, &own));
+    assert_eq!(sim.rejected(), [], "{}", text(&sim));
+    sim.join_as(at("a:1", 11, &chain(&lineage, epoch + 1, 10..11)));
+    let quorum = sim.delivered().unwrap();
+    let b = quorum
+        .participants
+        .iter()
+        .find(|m| m.replica_id == "b:1")
+        .unwrap();
+    // Nothing that counts, so that it heals.
+    assert_eq!((b.step, b.lineage.as_str(), b.batches_committed), (0, "", 0));
+}
+
 #[test]
 fn a_state_that_descends_from_the_record_goes_on_and_another_one_does_not_win_by_its_step() {
     let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);

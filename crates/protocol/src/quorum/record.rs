@@ -4,7 +4,7 @@
 //! lead to. A replica that comes with a larger step is *checked* against it: "the largest step wins" holds only for states that
 //! descend from the record.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::Lineage;
 use crate::member::{Id, Member, prefix_of};
@@ -13,6 +13,8 @@ use crate::member::{Id, Member, prefix_of};
 const MAX_CHECKED: i64 = 1_000_000;
 /// Of a chain one in so many lineages is kept, so that checking it again costs little.
 const KEPT_EACH: i64 = 1024;
+/// Epochs that have ended and are remembered, for members that went on in them.
+const ENDED: usize = 64;
 
 /// What outlives a restart of the lighthouse. Saved before the quorum that it describes is delivered.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -51,6 +53,16 @@ fn name_of(id: &str) -> &str {
     prefix_of(id).unwrap_or(id)
 }
 
+/// An epoch that others have followed.
+#[derive(Debug, Clone)]
+struct Ended {
+    epoch: i64,
+    /// The last step that its members began in it.
+    step: i64,
+    /// Their lineage then, and the other that it may have been: see [`Job::initial`].
+    lineages: [Option<Lineage>; 2],
+}
+
 /// The last epoch and the states that descend from it.
 #[derive(Debug, Clone)]
 pub(super) struct Job {
@@ -66,6 +78,8 @@ pub(super) struct Job {
     known: BTreeMap<i64, Lineage>,
     /// The lineage that was asked for last: that of the next step, as a rule.
     last: Option<(i64, Lineage)>,
+    /// Earlier epochs, the oldest first.
+    ended: VecDeque<Ended>,
 }
 
 impl Job {
@@ -79,23 +93,28 @@ impl Job {
             names: record.members.iter().map(|id| name_of(id).into()).collect(),
             known: BTreeMap::new(),
             last: None,
+            ended: VecDeque::new(),
         }
     }
 
     /// The job as `members` of `epoch` go on with it.
-    pub(super) fn next(former: Option<Self>, epoch: i64, members: &[Member]) -> Self {
+    pub(super) fn next(mut former: Option<Self>, epoch: i64, members: &[Member]) -> Self {
         let step = members.iter().map(|m| m.step).max().unwrap_or(0);
         let lineage = held_by_most(members, step);
         // One that is behind does not know what step it heals into.
         let closes = members.iter().filter(|m| m.step == step).all(|m| m.is_last);
         // In the same epoch the same members go on along the same chain.
-        if let Some(mut job) = former.filter(|job| job.epoch == epoch && lineage.is_some())
-            && job.lineage_at(step) == lineage
-        {
-            job.known = job.known.split_off(&step);
-            (job.step, job.lineage, job.closes) = (step, lineage, closes);
-            return job;
-        }
+        let goes_on = former
+            .as_mut()
+            .is_some_and(|job| job.epoch == epoch && lineage.is_some() && job.lineage_at(step) == lineage);
+        let ended = match former {
+            Some(mut job) if goes_on => {
+                job.known = job.known.split_off(&step);
+                (job.step, job.lineage, job.closes) = (step, lineage, closes);
+                return job;
+            }
+            former => former.map(Self::ended).unwrap_or_default(),
+        };
         let ids: Vec<&str> = members.iter().map(|m| m.replica_id.as_str()).collect();
         Self {
             epoch,
@@ -106,7 +125,31 @@ impl Job {
             names: members.iter().map(|m| name_of(&m.replica_id).into()).collect(),
             known: BTreeMap::new(),
             last: None,
+            ended,
         }
+    }
+
+    /// What is remembered once its epoch has ended.
+    fn ended(self) -> VecDeque<Ended> {
+        let mut ended = self.ended;
+        ended.drain(..ended.len().saturating_sub(ENDED - 1));
+        ended.push_back(Ended {
+            epoch: self.epoch,
+            step: self.step,
+            lineages: [self.lineage, self.initial],
+        });
+        ended
+    }
+
+    /// True for a member of an earlier epoch that committed the step it was in when the others went on without it: its state is one of this job, and
+    /// the job has not got it.
+    pub(super) fn left_behind(&self, member: &Member) -> bool {
+        let is_it =
+            |e: &&Ended| e.epoch == member.last_quorum_id && member.step.checked_sub(1) == Some(e.step);
+        self.ended.iter().find(is_it).is_some_and(|began| {
+            let mut chains = began.lineages.iter().flatten();
+            chains.any(|l| l.after(began.epoch, began.step).as_str() == member.lineage)
+        })
     }
 
     pub(super) fn lineage(&self) -> Option<&Lineage> {
