@@ -159,20 +159,8 @@ impl LighthouseState {
             self.quorum_id = self.quorum_id.max(reported).saturating_add(1);
         }
         let job = Job::next(self.job.take(), self.quorum_id, &participants);
-        let left_over = self.roster.tally().waiting > 0;
-        if left_over {
-            let frontier = self.frontier;
-            self.roster.update_all(|id, entry| {
-                let step = entry.waiting.as_ref().map_or(0, |w| w.member.step);
-                (entry.current, entry.named) = (step >= job.step, job.names(id));
-                // The others went on while it was kept out.
-                let is_far = |w: &Waiting| spares::is_far_behind(&w.member, frontier);
-                if entry.waiting.as_ref().is_some_and(is_far) {
-                    (entry.spare, entry.far) = (true, true);
-                }
-            });
-        }
         self.job = Some(job);
+        self.look_again(actions);
         let quorum = Arc::new(Quorum {
             quorum_id: self.quorum_id,
             participants,
@@ -190,13 +178,30 @@ impl LighthouseState {
             self.unsaved = false;
             actions.extend(self.record().map(Action::Save));
         }
-        if left_over {
-            self.turn_away_strangers(actions);
-        }
         actions.push(Action::Deliver { tickets, quorum });
     }
 
-    /// Who still waits, ahead of a record that has changed meanwhile, must descend from it as if it asked now.
+    /// The record has changed: who still waits must descend from it as if it asked now, and may be behind it now.
+    fn look_again(&mut self, actions: &mut Vec<Action>) {
+        if self.roster.tally().waiting == 0 {
+            return;
+        }
+        self.turn_away_strangers(actions);
+        let (Some(job), frontier) = (&self.job, self.frontier) else {
+            return;
+        };
+        self.roster.update_all(|id, entry| {
+            let step = entry.waiting.as_ref().map_or(0, |w| w.member.step);
+            (entry.current, entry.named) = (step >= job.step, job.names(id));
+            // The others went on while it was kept out.
+            let is_far = |w: &Waiting| spares::is_far_behind(&w.member, frontier);
+            if entry.waiting.as_ref().is_some_and(is_far) {
+                (entry.spare, entry.far) = (true, true);
+            }
+        });
+    }
+
+    /// Of those who still wait and are ahead of the record. One of this job that was left behind waits on, with nothing.
     fn turn_away_strangers(&mut self, actions: &mut Vec<Action>) {
         let ahead = self.roster.iter().filter_map(|(id, e)| {
             let w = e.waiting.as_ref()?;
@@ -204,19 +209,19 @@ impl LighthouseState {
             Some((id.clone(), w.member.clone()))
         });
         for (id, mut member) in ahead.collect::<Vec<_>>() {
-            let Err(error) = self.check_state(&mut member) else {
-                self.roster.update(&id, |entry| {
-                    if let Some(waiting) = &mut entry.waiting {
-                        waiting.member = member;
-                    }
-                });
-                continue;
-            };
-            let waiting = self.roster.update(&id, |entry| {
-                entry.seen = None;
-                entry.waiting.take()
+            let checked = self.check_state(&mut member);
+            let waiting = self.roster.update(&id, |entry| match &mut entry.waiting {
+                Some(waiting) if checked.is_ok() => {
+                    waiting.member = member;
+                    None
+                }
+                waiting => {
+                    entry.seen = None;
+                    waiting.take()
+                }
             });
-            if let Some(ticket) = waiting.map(|w| w.ticket) {
+            if let (Some(waiting), Err(error)) = (waiting, checked) {
+                let ticket = waiting.ticket;
                 actions.push(Action::Reject { ticket, error });
             }
         }
