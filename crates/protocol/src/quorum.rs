@@ -14,8 +14,9 @@
 //!
 //! **Which state the job goes on from** ([`Record`]). A replica that is ahead of the recorded state takes part only if
 //! its lineage shows that it descends from it, or, if it tells none, as a recorded member; one at the recorded step with
-//! another history heals. A quorum of replicas that are all behind the recorded step needs a strict majority of the
-//! recorded members' names, or the operator's word. Once all members have left, the record binds no replica.
+//! another history heals, and so does a member of an earlier epoch that committed the step it was in when the others went
+//! on without it. A quorum of replicas that are all behind the recorded step needs a strict majority of the recorded
+//! members' names, or the operator's word. Once all members have left, the record binds no replica.
 //!
 //! **After a restart** the first quorum needs a strict majority of the recorded members, without those known to be gone.
 //! Without a record it needs one of the largest quorum that the replicas with the newest quorum id tell of. The rest may
