@@ -109,6 +109,7 @@ impl LighthouseState {
 
     fn form(&mut self, actions: &mut Vec<Action>) {
         let fetching = self.roster.tally().fetching as u64;
+        let is_over = self.is_over();
         let of_note = self
             .roster
             .iter()
@@ -158,8 +159,9 @@ impl LighthouseState {
             let reported = participants.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
             self.quorum_id = self.quorum_id.max(reported).saturating_add(1);
         }
-        let job = Job::next(self.job.take(), self.quorum_id, &participants);
-        self.job = Some(job);
+        // Nothing of a run that is over counts for the next.
+        let former = self.job.take().filter(|_| !is_over);
+        self.job = Some(Job::next(former, self.quorum_id, &participants));
         self.look_again(actions);
         let quorum = Arc::new(Quorum {
             quorum_id: self.quorum_id,

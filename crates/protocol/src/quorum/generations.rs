@@ -158,6 +158,17 @@ fn who_committed_in_an_epoch_that_the_others_had_left_heals() {
         .unwrap();
     // Nothing that counts, so that it heals.
     assert_eq!((b.step, b.lineage.as_str(), b.batches_committed), (0, "", 0));
+    // Of a run that is over no state belongs to the next.
+    for id in ["a:1", "b:1"] {
+        sim.event(Event::Leave {
+            replica_id: id.into(),
+            reason: String::new(),
+        });
+    }
+    sim.join("c:1");
+    assert_eq!(sim.ids().unwrap(), ["c:1"]);
+    let ticket = sim.join_as(back(epoch, 11, &own));
+    assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
 }
 
 #[test]
