@@ -158,15 +158,41 @@ fn who_committed_in_an_epoch_that_the_others_had_left_heals() {
         .unwrap();
     // Nothing that counts, so that it heals.
     assert_eq!((b.step, b.lineage.as_str(), b.batches_committed), (0, "", 0));
+    // c is such a one, too, and waits while a keeps newcomers out and goes on in another epoch.
+    let gone = |id: &str| Event::Disconnected {
+        replica_id: id.into(),
+    };
+    sim.event(gone("b:1"));
+    let theirs = chain(&lineage, epoch + 1, 10..11);
+    sim.join_as(Member {
+        last_quorum_id: epoch + 2,
+        ..at("c:1", 12, &chain(&theirs, epoch + 2, 11..12))
+    });
+    sim.join_as(Member {
+        shrink_only: true,
+        ..at("a:1", 11, &theirs)
+    });
+    assert_eq!(sim.ids().unwrap(), ["a:1"]);
+    assert_eq!(sim.rejected(), []);
+    sim.join_as(at("a:1", 11, &theirs));
+    let steps: Vec<i64> = sim
+        .delivered()
+        .unwrap()
+        .participants
+        .iter()
+        .map(|m| m.step)
+        .collect();
+    assert_eq!(steps, [11, 0]);
+    sim.event(gone("c:1"));
+    sim.join_as(at("a:1", 11, &theirs));
+    assert_eq!(sim.ids().unwrap(), ["a:1"]);
     // Of a run that is over no state belongs to the next.
-    for id in ["a:1", "b:1"] {
-        sim.event(Event::Leave {
-            replica_id: id.into(),
-            reason: String::new(),
-        });
-    }
-    sim.join("c:1");
-    assert_eq!(sim.ids().unwrap(), ["c:1"]);
+    sim.event(Event::Leave {
+        replica_id: "a:1".into(),
+        reason: String::new(),
+    });
+    sim.join("d:1");
+    assert_eq!(sim.ids().unwrap(), ["d:1"]);
     let ticket = sim.join_as(back(epoch, 11, &own));
     assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
 }
