@@ -237,8 +237,9 @@ impl Call<'_> {
                 }
             }
             looks = looks.wrapping_add(1);
-            // Before a sleep everything is looked at.
-            if !is_known && spins && !self.waiter.is_slow() && !looks.is_multiple_of(LOOKS) {
+            // Before a sleep everything is looked at, and before a rank that has gone is given up: its last frame may have come the long way.
+            let shown_only = !is_known && spins && !self.waiter.is_slow() && !looks.is_multiple_of(LOOKS);
+            if shown_only && !port_of(self.executor, rank)?.read_closed() {
                 self.wait(rank, false)?;
                 continue;
             }

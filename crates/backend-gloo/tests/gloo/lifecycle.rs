@@ -4,10 +4,11 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use ftcore::{
-    DType, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Status, SubmitOptions, Tensor, deadline_in,
+    Collective, DType, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Status, SubmitOptions, Tensor,
+    deadline_in,
 };
 
-use crate::ranks::{configuration, eventually, group, soon, store, with_groups};
+use crate::ranks::{configuration, eventually, group, soon, store, with_groups, with_groups_over};
 
 #[test]
 fn sums_broadcasts_and_barriers_work_between_threads() {
@@ -328,4 +329,35 @@ fn traffic_counts_what_goes_over_the_sockets() {
             assert!(moved >= bytes && moved < bytes + 4096, "{moved} of {bytes}");
         }
     });
+}
+
+/// A rank that is done with the last operation leaves while others may not have looked at what it sent.
+#[test]
+fn the_last_operation_ends_for_all_ranks_however_soon_one_of_them_leaves() {
+    for round in 0..400 {
+        let transport = ["shm", "shm", "tcp", "mixed"][round % 4];
+        let n = [0, 1, 1500, 9000, 70_000][round / 4 % 5];
+        with_groups_over(transport, 2 + round as u32 / 20 % 2, |rank, group| {
+            let op = || match n {
+                0 => Collective::Barrier,
+                _ => Collective::AllReduce {
+                    tensors: vec![Tensor::from_vec(vec![1i64; n])],
+                    op: ReduceOp::Sum,
+                },
+            };
+            // One goes the long way, the others look for the short one.
+            let done = match rank {
+                1 => group.run(op(), SubmitOptions::default()).unwrap().wait(soon()),
+                _ => group
+                    .run_blocking(op(), SubmitOptions::default())
+                    .map(drop)
+                    .map_err(|f| f.error),
+            };
+            assert!(
+                done.is_ok(),
+                "{transport}, {n} elements, rank {rank}: {}",
+                done.unwrap_err()
+            );
+        });
+    }
 }

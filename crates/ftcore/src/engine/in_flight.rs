@@ -13,6 +13,9 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 const GIVES_WAY: u32 = 30;
 /// How often the library is asked for asynchronous errors while operations are in flight.
 const ASK_EVERY: Duration = Duration::from_millis(5);
+/// How long what another rank has said of a failure may be on its way when the library reports one: a rank tells the others before its library
+/// ends their connections, so what it said is the cause and what the library reports the effect.
+const WORD: Duration = Duration::from_millis(250);
 
 /// What an operation needs on the device besides its tensors. Dropped when the device has let go of it, and never before.
 pub trait Scratch: Send + 'static {
@@ -267,7 +270,11 @@ impl<D: Driver> Shared<D> {
             if asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
                 if let Some(error) = ask() {
-                    let engine = self.lock().operations.first().map(|o| o.ticket.engine().clone());
+                    let watching = |table: &mut Table<D>| table.phase == Phase::Watching;
+                    let waited = self.changed.wait_timeout_while(self.lock(), WORD, watching);
+                    let (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
+                    let engine = table.operations.first().map(|o| o.ticket.engine().clone());
+                    drop(table);
                     if let Some(engine) = engine {
                         engine.fail(engine.place().name(error));
                         return;

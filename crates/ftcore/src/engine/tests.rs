@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Ticket};
 use crate::{
     Collective, Completion, DType, Error, Event, Result, Status, Tensor, Work, deadline_in, leaked_bytes,
+    lifecycle,
 };
 
 const LONG: Duration = Duration::from_secs(60);
@@ -62,8 +63,8 @@ impl Event for Slow {
 
 struct OnDevice {
     in_flight: Arc<InFlight<Self>>,
-    done: Arc<Slow>,
-    ended: Mutex<Option<Ended<Self>>>,
+    done: Arc<dyn Event>,
+    ended: Sender<Ended<Self>>,
 }
 
 impl Driver for OnDevice {
@@ -76,7 +77,7 @@ impl Driver for OnDevice {
 
     fn interrupt(&self, _: &Error, ended: Ended<Self>) {
         self.in_flight.stop();
-        *self.ended.lock().unwrap() = Some(ended);
+        let _ = self.ended.send(ended);
     }
 
     fn release(&self) -> Result<()> {
@@ -94,13 +95,14 @@ fn inv8_what_the_watch_sees_after_a_failure_gives_no_memory_back_before_the_libr
         None
     };
     let in_flight = Arc::new(InFlight::start("ox-watch", ask).unwrap());
+    let (ended, ends) = channel();
     let engine = start(OnDevice {
         in_flight: in_flight.clone(),
         done: Arc::new(Slow {
             asked,
             answer: Mutex::new(answer),
         }),
-        ended: Mutex::default(),
+        ended,
     });
     let tensor = Tensor::from_vec(vec![7u8; 3]);
     let work = submit(
@@ -121,9 +123,50 @@ fn inv8_what_the_watch_sees_after_a_failure_gives_no_memory_back_before_the_libr
     assert!(matches!(work.status(), Status::Pending), "{:?}", work.status());
     drop(answers);
     in_flight.settle(Ok(()), None, deadline_in(LONG)).unwrap();
-    engine.driver().ended.lock().unwrap().take().unwrap().clean();
+    ends.recv_timeout(LONG).unwrap().clean();
     work.wait(deadline_in(LONG)).unwrap_err();
     assert_eq!(work.recover()[0].as_slice::<u8>().unwrap(), [7; 3]);
+}
+
+/// It is not reached.
+struct Never;
+
+impl Event for Never {
+    fn query(&self) -> Result<bool> {
+        Ok(false)
+    }
+    fn synchronize(&self, _: Instant) -> Result<()> {
+        Err(Error::timeout("it is never reached"))
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[test]
+fn what_another_rank_has_said_is_the_cause_and_what_the_library_reports_only_where_none_has() {
+    for said in [true, false] {
+        let (asked, asks) = channel();
+        let ask = move || {
+            let _ = asked.send(());
+            Some(Error::timeout("the library"))
+        };
+        let in_flight = Arc::new(InFlight::start("ox-watch", ask).unwrap());
+        let (ended, ends) = channel();
+        let engine = start(OnDevice {
+            in_flight: in_flight.clone(),
+            done: Arc::new(Never),
+            ended,
+        });
+        let _work = submit(&engine, Collective::Barrier);
+        asks.recv_timeout(LONG).unwrap();
+        if said {
+            engine.fail(Error::timeout("a peer"));
+        }
+        ends.recv_timeout(LONG).unwrap().clean();
+        let cause = lifecycle::Engine::error(&*engine).unwrap();
+        assert_eq!(cause.message(), if said { "a peer" } else { "the library" });
+    }
 }
 
 #[test]
