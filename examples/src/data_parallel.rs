@@ -12,7 +12,7 @@ use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig, Sink, StepReport};
 use diloco::Parameters as _;
 use diloco::optim::{AdamW, Optimizer};
-use ftcore::{Error, Result};
+use ftcore::{Error, Result, Step};
 use manager::{Manager, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, Segments, candle_error};
@@ -87,7 +87,7 @@ struct Times {
 impl Times {
     /// Counts a step that has committed, of `samples` on this replica.
     fn count(&mut self, report: &StepReport, samples: usize, computing: Duration, pushing: Duration) {
-        if report.step + 1 == WARM_UP {
+        if report.step + 1 == Step(WARM_UP) {
             self.since = Some(Instant::now());
         } else if self.since.is_some() {
             self.steps += 1;
@@ -132,7 +132,7 @@ pub fn train(
     mut loss_of: impl FnMut(u64, &Ranks, &mut Segments) -> Result<(Tensor, usize)>,
     evaluate: impl FnOnce() -> Result<(f32, Option<f32>)>,
 ) -> Result<()> {
-    let last = config.steps.unwrap_or(0);
+    let last = Step(config.steps.unwrap_or(0));
     let mut ddp = Ddp::new(manager, &model.params.slots(), config)?;
     if let Some(residuals) = place.residuals.take() {
         ddp = ddp.with_error_feedback(residuals);
@@ -152,7 +152,7 @@ pub fn train(
     }
     whole.events = place.events.clone();
     while !ddp.is_finished() && !ddp.is_drained() {
-        place.step.store(ddp.current_step(), Ordering::Release);
+        place.step.store(ddp.current_step().0, Ordering::Release);
         let (begun, mut computing, mut pushing) = (Instant::now(), Duration::ZERO, Duration::ZERO);
         let mut samples = 0;
         let compute = |whole: &mut Whole, _: u32, sink: &mut Sink<'_>| {

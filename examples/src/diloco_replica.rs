@@ -8,7 +8,7 @@ use checkpoint::StateDict;
 use ddp::DdpConfig;
 use diloco::optim::{AdamW, Optimizer};
 use diloco::{Backup, Diloco, DilocoConfig, OuterOptimizer, Pattern};
-use ftcore::{Error, Result};
+use ftcore::{Error, Result, Step};
 use manager::{Manager, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
@@ -369,7 +369,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
         inner.step += 1;
         recent.push(value);
         place.inner_step(begun.elapsed(), inner.step, value, batch.tokens().len());
-        place.step.store(diloco.step(), Ordering::Release);
+        place.step.store(diloco.step().0, Ordering::Release);
         let syncs = diloco.next_step_syncs();
         if syncs {
             place.events.send(EventKind::State {
@@ -385,7 +385,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
     }
     let (state, rounds) = if diloco.is_finished() {
         diloco.finish(&mut inner)?;
-        (ReplicaState::Done, args.rounds)
+        (ReplicaState::Done, Step(args.rounds))
     } else {
         diloco.leave()?;
         (ReplicaState::Drained, diloco.step())

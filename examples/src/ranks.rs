@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, TcpStore, Tensor, Traffic, deadline_in,
+    ProcessGroupExt, ReduceOp, Result, Step, Store, SubmitOptions, TcpStore, Tensor, Traffic, deadline_in,
 };
 use manager::{ManagedWork, Manager, Participation, Replica, State};
 use oxccl::launch::ReplicaEnv;
@@ -213,7 +213,7 @@ impl<R: Replica> Replica for InStep<R> {
             let is_up = self.replica.error().is_none();
             let mine = [
                 participation.epoch,
-                participation.step,
+                participation.step.0,
                 i64::from(participation.contributes),
                 i64::from(participation.healed.is_some()),
                 i64::from(is_up),
@@ -241,7 +241,7 @@ impl<R: Replica> Replica for InStep<R> {
         self.replica.should_commit(deadline)
     }
 
-    fn current_step(&self) -> i64 {
+    fn current_step(&self) -> Step {
         self.replica.current_step()
     }
 
@@ -307,7 +307,7 @@ mod tests {
             self.error = error;
             Ok(Participation {
                 epoch,
-                step,
+                step: Step(step),
                 replica_rank: 0,
                 replica_world_size: 2,
                 contributes,
@@ -324,8 +324,8 @@ mod tests {
             self.votes.push(self.error.take().is_none());
             Ok(false)
         }
-        fn current_step(&self) -> i64 {
-            0
+        fn current_step(&self) -> Step {
+            Step(0)
         }
         fn batches_committed(&self) -> i64 {
             0
@@ -411,7 +411,7 @@ mod tests {
             let mut replica = InStep::new(scripted, ranks);
             let deadline = deadline_in(Duration::from_secs(60));
             let got = replica.start_quorum(&mut Values::default(), deadline).unwrap();
-            (got.epoch, got.step, replica.replica.votes)
+            (got.epoch, got.step.0, replica.replica.votes)
         });
         let expected = (4, 6, vec![false; 3]);
         assert_eq!(seen, [expected.clone(), expected]);

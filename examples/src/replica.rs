@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
-use ftcore::{Device, Error, ErrorKind, Result, Traffic};
+use ftcore::{Device, Error, ErrorKind, Result, Step, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 use quant::{ErrorFeedback, QuantizedGroup};
@@ -111,11 +111,11 @@ impl Place {
     }
 
     /// What a training loop calls with step and epoch whenever a reduction has been handed to the group.
-    pub fn reduce_begun(&self) -> impl FnMut(i64, i64) + Send + use<> {
+    pub fn reduce_begun(&self) -> impl FnMut(Step, i64) + Send + use<> {
         let events = self.events.clone();
         move |step, epoch| {
             let (step, epoch) = (
-                u64::try_from(step).unwrap_or(0),
+                u64::try_from(step.0).unwrap_or(0),
                 u64::try_from(epoch).unwrap_or(0),
             );
             events.send(EventKind::ReduceBegin { step, epoch });
@@ -148,7 +148,7 @@ impl Place {
     )]
     pub fn committed(
         &mut self,
-        step: i64,
+        step: Step,
         epoch: i64,
         members: usize,
         contributors: u32,
@@ -157,7 +157,7 @@ impl Place {
         hash: Option<String>,
         traffic: Traffic,
     ) -> Result<()> {
-        if self.env.incarnation > 0 && step == 0 && members < 2 && self.env.replicas > 1 {
+        if self.env.incarnation > 0 && step == Step(0) && members < 2 && self.env.replicas > 1 {
             return Err(Error::new(
                 ErrorKind::InvalidState,
                 format!(
@@ -170,7 +170,7 @@ impl Place {
             checkpoints.check_start(step)?;
         }
         let (step, epoch_id) = (
-            u64::try_from(step).unwrap_or(0),
+            u64::try_from(step.0).unwrap_or(0),
             u64::try_from(epoch).unwrap_or(0),
         );
         let participants = u32::try_from(members).unwrap_or(u32::MAX);
@@ -209,14 +209,14 @@ impl Place {
     pub fn finished(
         &self,
         state: ReplicaState,
-        step: i64,
+        step: Step,
         hash: String,
         held_out: (f32, Option<f32>),
         train_loss: f32,
         traffic: Traffic,
     ) -> Result<()> {
         self.events.send(EventKind::Final(Final {
-            step: u64::try_from(step).unwrap_or(0),
+            step: u64::try_from(step.0).unwrap_or(0),
             hash,
             heldout_loss: f64::from(held_out.0),
             heldout_accuracy: held_out.1.map(f64::from),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use checkpoint::{Found, Search, Series, StateDict, Writer, newest, peek, steps};
-use ftcore::{Error, ErrorKind, Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result, Step, deadline_in};
 use manager::{Manager, Replica as _};
 use oxccl::launch::{EventKind, EventSender, ReplicaEnv};
 
@@ -160,13 +160,13 @@ impl Checkpoints {
         if let Some(found) = &found {
             let what = format!("replica {}, step {}", env.replica, found.step);
             same_run(found.state.metadata(), run, &what, root)?;
-            tracing::info!(step = found.step, file = %found.path.display(), "going on from a checkpoint");
+            tracing::info!(step = %found.step, file = %found.path.display(), "going on from a checkpoint");
         }
         let must_heal = found.is_none() && !damaged.is_empty();
         let told = events.clone();
         let report = move |outcome: &ftcore::Result<checkpoint::Written>| match outcome {
             Ok(w) => {
-                tracing::info!(step = w.step, bytes = w.bytes, file = %w.path.display(), "checkpoint written")
+                tracing::info!(step = %w.step, bytes = w.bytes, file = %w.path.display(), "checkpoint written")
             }
             Err(error) => warn(
                 &told,
@@ -210,18 +210,18 @@ impl Checkpoints {
 
     /// True if the state in which `step` begins is to be written: each so many steps, and the last one, for whose sake the one
     /// before is waited for.
-    pub fn is_due(&self, step: i64, is_last: bool) -> bool {
+    pub fn is_due(&self, step: Step, is_last: bool) -> bool {
         if is_last {
             self.flush();
         }
-        self.writer.is_some() && step > 0 && (is_last || step % self.every == 0)
+        self.writer.is_some() && step > Step(0) && (is_last || step.0 % self.every == 0)
     }
 
     /// Hands over `state`, in which `manager`'s step begins, to be written. Does not wait.
     pub fn offer(
         &self,
         manager: &Manager,
-        step: i64,
+        step: Step,
         mut state: StateDict,
         recent: &RecentLoss,
     ) -> Result<()> {
@@ -243,8 +243,8 @@ impl Checkpoints {
     }
 
     /// Refuses to begin anew over checkpoints of which none is whole: `InvalidState` if `step` is the first.
-    pub fn check_start(&self, step: i64) -> Result<()> {
-        if self.must_heal && step == 0 {
+    pub fn check_start(&self, step: Step) -> Result<()> {
+        if self.must_heal && step == Step(0) {
             let text = "none of the checkpoints here is whole, and there was no replica to take the state from: move them away to begin anew";
             return Err(Error::new(ErrorKind::InvalidState, text));
         }

@@ -60,7 +60,11 @@ impl Job {
 
     /// The steps of a replica's checkpoints.
     fn steps(&self, replica: u32) -> Vec<i64> {
-        checkpoint::steps(&self.path("checkpoints"), replica).unwrap()
+        checkpoint::steps(&self.path("checkpoints"), replica)
+            .unwrap()
+            .into_iter()
+            .map(|step| step.0)
+            .collect()
     }
 
     fn file(&self, replica: u32, step: i64) -> PathBuf {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use oxccl::coordination::{self as ours, Cancel, CommitVote, Order, OrderKind, QuorumRequest, WatchGuard};
-use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
+use oxccl::core::{Credentials, Error, ErrorKind, Result, Step, deadline_in, time_left};
 use oxccl::identity::{self, Party, Role};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -112,7 +112,7 @@ impl LighthouseClient {
             replica_id,
             address: address.to_owned(),
             store_address: store_address.to_owned(),
-            step,
+            step: Step(step),
             world_size,
             shrink_only,
             data: data.to_owned(),
@@ -245,7 +245,7 @@ impl ManagerClient {
     ) -> PyResult<QuorumResult> {
         let request = QuorumRequest {
             group_rank,
-            step,
+            step: Step(step),
             checkpoint_metadata: checkpoint_metadata.to_owned(),
             shrink_only,
             init_sync,
@@ -282,7 +282,7 @@ impl ManagerClient {
     ) -> PyResult<bool> {
         let vote = CommitVote {
             group_rank,
-            step,
+            step: Step(step),
             quorum_id,
             attempt,
             vote,

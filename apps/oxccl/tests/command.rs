@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use oxccl::coordination::{LighthouseConfig, LighthouseServer};
+use oxccl::core::Step;
 use oxccl::core::{Credentials, deadline_in};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
@@ -464,7 +465,7 @@ mod lighthouse {
         });
         let quorum = |step, last_quorum_id| {
             let request = &QuorumRequest {
-                step,
+                step: Step(step),
                 last_quorum_id,
                 ..QuorumRequest::default()
             };
@@ -473,7 +474,7 @@ mod lighthouse {
                     .each_ref()
                     .map(|(_, client)| scope.spawn(move || client.quorum(request, soon()).unwrap()));
                 let [a, b] = asked.map(|call| call.join().unwrap());
-                assert_eq!((a.quorum_id, a.max_step), (b.quorum_id, step));
+                assert_eq!((a.quorum_id, a.max_step.0), (b.quorum_id, step));
                 assert_eq!(a.replica_ids, ["a:1", "b:1"]);
                 a.quorum_id
             })

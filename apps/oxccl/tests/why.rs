@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use oxccl::coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus, Member, Quorum,
 };
+use oxccl::core::Step;
 use oxccl::core::{Credentials, Result, deadline_in};
 
 /// Generous: only a hang reaches it.
@@ -50,7 +51,7 @@ impl Replica {
             replica_id: self.id.into(),
             address: format!("http://{}", self.id),
             store_address: "127.0.0.1:1".into(),
-            step,
+            step: Step(step),
             world_size: 1,
             lineage: lineage.into(),
             ..Member::default()

@@ -20,6 +20,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ftcore::Step;
 use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Snapshot, StateDict};
 
 /// The tensors of the state that is measured.
@@ -93,7 +94,7 @@ fn plain_copy(address: &str, bytes: usize, touched: Option<&mut [Vec<u8>]>, hash
 
 fn heal(urls: &[String], bytes: usize, own: Option<StateDict>, connections: usize) -> Duration {
     let sources = urls.iter().map(CheckpointSource::at);
-    let mut fetch = Fetch::step(5, sources.collect());
+    let mut fetch = Fetch::step(Step(5), sources.collect());
     fetch.own = own;
     let options = FetchOptions {
         connections_per_source: connections,
@@ -139,7 +140,7 @@ impl Drop for Sources {
 fn be_sources(mib: usize) {
     let state = Arc::new(state(mib));
     println!("{}", plain_source(Arc::clone(&state)));
-    let snapshot = Snapshot::new(5, 1, &state).unwrap();
+    let snapshot = Snapshot::new(Step(5), 1, &state).unwrap();
     snapshot.manifest();
     let servers = [(); 3].map(|()| HttpTransport::start("127.0.0.1:0", None).unwrap());
     for server in &servers {
@@ -153,7 +154,7 @@ fn be_sources(mib: usize) {
 
 fn serve(bind: &str, mib: usize) {
     let server = HttpTransport::start(bind, None).unwrap();
-    let snapshot = Snapshot::new(5, 1, &state(mib)).unwrap();
+    let snapshot = Snapshot::new(Step(5), 1, &state(mib)).unwrap();
     snapshot.manifest();
     server.publish(snapshot);
     println!("{}", server.metadata());
@@ -164,7 +165,7 @@ fn serve(bind: &str, mib: usize) {
 
 fn fetch_from(urls: &[&str]) {
     let begun = Instant::now();
-    let got = Fetch::step(5, urls.iter().map(|u| CheckpointSource::at(*u)).collect())
+    let got = Fetch::step(Step(5), urls.iter().map(|u| CheckpointSource::at(*u)).collect())
         .run(begun + Duration::from_secs(600), &FetchOptions::default())
         .unwrap();
     let seconds = begun.elapsed().as_secs_f64();
@@ -193,7 +194,7 @@ fn main() {
     for _ in 0..rounds {
         let plain = |touched, hashed| plain_copy(&sources.plain, bytes, touched, hashed);
         let begun = Instant::now();
-        let snapshot = Snapshot::new(5, 1, &state).unwrap();
+        let snapshot = Snapshot::new(Step(5), 1, &state).unwrap();
         let copy = begun.elapsed();
         let begun = Instant::now();
         snapshot.manifest();

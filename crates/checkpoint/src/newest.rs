@@ -8,7 +8,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 
 use crate::series::{LINEAGE_KEY, STEP_KEY, VERSION_KEY, file, steps};
 use crate::{FORMAT_VERSION, StateDict, disk};
@@ -17,7 +17,7 @@ use crate::{FORMAT_VERSION, StateDict, disk};
 #[derive(Debug)]
 pub struct Found {
     /// The step at which it goes on.
-    pub step: i64,
+    pub step: Step,
     /// The history that led to it.
     pub lineage: String,
     /// The state.
@@ -45,7 +45,7 @@ pub fn newest(root: &Path, replica: u32, others: impl IntoIterator<Item = u32>) 
     let mut others = others.into_iter().filter(|r| *r != replica).collect::<Vec<_>>();
     // A replica that has none at all heals from the others wherever they go on.
     others.retain(|r| steps(root, *r).is_ok_and(|s| !s.is_empty()));
-    let mut first: Option<i64> = None;
+    let mut first: Option<Step> = None;
     for &step in own.iter().rev() {
         let path = file(root, replica, step);
         match disk::check_sealed(&path).and_then(|metadata| check(&path, step, &metadata).map(|()| metadata))
@@ -73,7 +73,7 @@ pub fn newest(root: &Path, replica: u32, others: impl IntoIterator<Item = u32>) 
     Ok(Search { found, damaged })
 }
 
-fn read(path: PathBuf, step: i64) -> Result<Found> {
+fn read(path: PathBuf, step: Step) -> Result<Found> {
     let (state, own) = disk::load_sealed(&path)?;
     check(&path, step, &own)?;
     let lineage = own.get(LINEAGE_KEY).cloned().unwrap_or_default();
@@ -86,7 +86,7 @@ fn read(path: PathBuf, step: i64) -> Result<Found> {
 }
 
 /// A renamed file, or one of a format to come, is not taken for what its name says.
-fn check(path: &Path, step: i64, metadata: &std::collections::BTreeMap<String, String>) -> Result<()> {
+fn check(path: &Path, step: Step, metadata: &std::collections::BTreeMap<String, String>) -> Result<()> {
     for (key, expected, kind) in [
         (VERSION_KEY, FORMAT_VERSION.to_string(), ErrorKind::Unsupported),
         (STEP_KEY, step.to_string(), ErrorKind::Corrupt),
@@ -107,16 +107,16 @@ mod tests {
     use std::fs;
     use std::time::Duration;
 
-    fn write(root: &Path, replica: u32, step: i64, lineage: &str) {
+    fn write(root: &Path, replica: u32, step: Step, lineage: &str) {
         let mut s = StateDict::new();
-        s.insert_f32("w", &[2], &[replica as f32, step as f32]).unwrap();
+        s.insert_f32("w", &[2], &[replica as f32, step.0 as f32]).unwrap();
         let deadline = ftcore::deadline_in(Duration::from_secs(10));
         let series = Series::open(root, replica, 9, deadline).unwrap();
         series.save(step, lineage, &s).unwrap();
     }
 
     fn step(root: &Path, replica: u32) -> Option<i64> {
-        newest(root, replica, 0..3).unwrap().found.map(|f| f.step)
+        newest(root, replica, 0..3).unwrap().found.map(|f| f.step.0)
     }
 
     #[test]
@@ -126,16 +126,19 @@ mod tests {
         assert_eq!(step(root, 0), None);
         for (replica, steps) in [(0, [4, 8, 12]), (1, [4, 8, 12]), (2, [4, 8, 8])] {
             for s in steps {
-                write(root, replica, s, &format!("to {s}"));
+                write(root, replica, Step(s), &format!("to {s}"));
             }
         }
         assert_eq!([0, 1, 2].map(|r| step(root, r)), [Some(8); 3]);
         let found = newest(root, 1, 0..3).unwrap().found.unwrap();
-        assert_eq!((found.lineage.as_str(), found.path), ("to 8", file(root, 1, 8)));
+        assert_eq!(
+            (found.lineage.as_str(), found.path),
+            ("to 8", file(root, 1, Step(8)))
+        );
         assert_eq!(found.state.get_f32("w").unwrap(), [1.0, 8.0]);
 
         // A bit of replica 2's file flips: the one before counts, for all of them, and only replica 2 has to say so.
-        let path = file(root, 2, 8);
+        let path = file(root, 2, Step(8));
         let mut bytes = fs::read(&path).unwrap();
         *bytes.last_mut().unwrap() ^= 4;
         fs::write(&path, bytes).unwrap();
@@ -155,10 +158,10 @@ mod tests {
         let root = dir.path();
         // Replica 1 was gone for long; replica 2 has none.
         for (replica, s) in [(0, 100), (0, 104), (1, 4)] {
-            write(root, replica, s, "");
+            write(root, replica, Step(s), "");
         }
         assert_eq!([0, 1, 2].map(|r| step(root, r)), [Some(104), Some(4), None]);
-        fs::write(file(root, 0, 104), "half").unwrap();
+        fs::write(file(root, 0, Step(104)), "half").unwrap();
         assert_eq!(step(root, 0), Some(100));
     }
 
@@ -167,7 +170,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
         for (replica, s, lineage) in [(0, 4, "a"), (1, 4, "a"), (0, 8, "b"), (1, 8, "c")] {
-            write(root, replica, s, lineage);
+            write(root, replica, Step(s), lineage);
         }
         assert_eq!([0, 1].map(|r| step(root, r)), [Some(4); 2]);
     }
@@ -176,8 +179,8 @@ mod tests {
     fn a_file_under_another_steps_name_is_damage() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
-        write(root, 0, 4, "");
-        fs::rename(file(root, 0, 4), file(root, 0, 9)).unwrap();
+        write(root, 0, Step(4), "");
+        fs::rename(file(root, 0, Step(4)), file(root, 0, Step(9))).unwrap();
         let search = newest(root, 0, [0]).unwrap();
         assert!(search.found.is_none());
         let text = search.damaged[0].to_string();

@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result, Step, time_left};
 use rustix::fs::FlockOperation;
 
 use crate::disk::{self, TEMPORARY, save_with, sync_folder};
@@ -32,13 +32,13 @@ pub(crate) fn folder(root: &Path, replica: u32) -> PathBuf {
 }
 
 /// The file of a replica's checkpoint of `step`.
-pub(crate) fn file(root: &Path, replica: u32, step: i64) -> PathBuf {
+pub(crate) fn file(root: &Path, replica: u32, step: Step) -> PathBuf {
     folder(root, replica).join(format!("{FIRST}{step:012}{LAST}"))
 }
 
 /// The steps of the checkpoints of `replica` under `root`, in rising order; none if there is no such folder. Whether they are
 /// whole is not looked at. Errors: `Io`.
-pub fn steps(root: &Path, replica: u32) -> Result<Vec<i64>> {
+pub fn steps(root: &Path, replica: u32) -> Result<Vec<Step>> {
     let folder = folder(root, replica);
     let failed = |e| Error::io(format!("reading the folder {}", folder.display()), e);
     let entries = match fs::read_dir(&folder) {
@@ -53,14 +53,14 @@ pub fn steps(root: &Path, replica: u32) -> Result<Vec<i64>> {
             .to_str()
             .and_then(|n| n.strip_prefix(FIRST)?.strip_suffix(LAST))
             .filter(|n| n.bytes().all(|b| b.is_ascii_digit()));
-        steps.extend(number.and_then(|n| n.parse::<i64>().ok()));
+        steps.extend(number.and_then(|n| n.parse().ok()).map(Step));
     }
     steps.sort_unstable();
     Ok(steps)
 }
 
 /// The metadata of a checkpoint, from its header alone: quick, and without proof that the file is whole. `NotFound`, `Io` or `Corrupt`.
-pub fn peek(root: &Path, replica: u32, step: i64) -> Result<BTreeMap<String, String>> {
+pub fn peek(root: &Path, replica: u32, step: Step) -> Result<BTreeMap<String, String>> {
     disk::peek(&file(root, replica, step))
 }
 
@@ -68,7 +68,7 @@ pub fn peek(root: &Path, replica: u32, step: i64) -> Result<BTreeMap<String, Str
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
     /// The step at which it goes on.
-    pub step: i64,
+    pub step: Step,
     /// Its file.
     pub path: PathBuf,
     /// Its size in bytes.
@@ -151,8 +151,8 @@ impl Series {
     /// steps, which a run left that went on from an earlier one.
     ///
     /// Errors: as [`crate::save`]; all older checkpoints are there then.
-    pub fn save(&self, step: i64, lineage: &str, state: &StateDict) -> Result<Written> {
-        if step < 0 {
+    pub fn save(&self, step: Step, lineage: &str, state: &StateDict) -> Result<Written> {
+        if step < Step(0) {
             return Err(Error::invalid(format!("a checkpoint of step {step}")));
         }
         let path = file(&self.root, self.replica, step);
@@ -166,7 +166,7 @@ impl Series {
         Ok(Written { step, path, bytes })
     }
 
-    fn prune(&self, newest: i64) {
+    fn prune(&self, newest: Step) {
         let all = steps(&self.root, self.replica).unwrap_or_default();
         let is_later = all.iter().filter(|s| **s > newest);
         let is_old = all.iter().rev().filter(|s| **s <= newest).skip(self.keep);
@@ -198,25 +198,25 @@ mod tests {
     fn the_last_few_are_kept_and_those_of_an_abandoned_future_go() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("made/by/open");
-        assert_eq!(steps(&root, 1).unwrap(), [0; 0]);
+        assert_eq!(steps(&root, 1).unwrap(), []);
         let series = open(&root);
         for step in [5, 10, 15, 20] {
-            series.save(step, "a", &state(step as f32)).unwrap();
+            series.save(Step(step), "a", &state(step as f32)).unwrap();
         }
-        assert_eq!(steps(&root, 1).unwrap(), [15, 20]);
+        assert_eq!(steps(&root, 1).unwrap(), [15, 20].map(Step));
         // The run went on from 15 again, and writes at other steps now.
-        series.save(18, "b", &state(18.0)).unwrap();
-        assert_eq!(steps(&root, 1).unwrap(), [15, 18]);
-        assert_eq!(peek(&root, 1, 18).unwrap()[LINEAGE_KEY], "b");
-        assert_eq!(peek(&root, 1, 20).unwrap_err().kind(), ErrorKind::NotFound);
-        assert!(series.save(-1, "", &state(0.0)).is_err());
+        series.save(Step(18), "b", &state(18.0)).unwrap();
+        assert_eq!(steps(&root, 1).unwrap(), [15, 18].map(Step));
+        assert_eq!(peek(&root, 1, Step(18)).unwrap()[LINEAGE_KEY], "b");
+        assert_eq!(peek(&root, 1, Step(20)).unwrap_err().kind(), ErrorKind::NotFound);
+        assert!(series.save(Step(-1), "", &state(0.0)).is_err());
     }
 
     #[test]
     fn a_series_has_one_writer_who_removes_what_a_dead_one_left_unfinished() {
         let dir = tempfile::tempdir().unwrap();
         let series = open(dir.path());
-        series.save(3, "", &state(3.0)).unwrap();
+        series.save(Step(3), "", &state(3.0)).unwrap();
         let e = Series::open(dir.path(), 1, 2, Instant::now()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Conflict);
         assert!(e.message().contains("replica-1"), "{e}");
@@ -229,7 +229,7 @@ mod tests {
         drop(open(dir.path()));
         assert!(!left.exists());
         assert!(folder(dir.path(), 1).join("notes.txt").exists());
-        assert_eq!(steps(dir.path(), 1).unwrap(), [3]);
+        assert_eq!(steps(dir.path(), 1).unwrap(), [3].map(Step));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use ftcore::{Error, Result, time_left};
+use ftcore::{Error, Result, Step, time_left};
 
 use crate::{Series, StateDict, Written};
 
@@ -15,7 +15,7 @@ use crate::{Series, StateDict, Written};
 pub type Outcome = Result<Written>;
 
 struct Job {
-    step: i64,
+    step: Step,
     lineage: String,
     state: StateDict,
 }
@@ -65,7 +65,7 @@ impl Writer {
     /// Hands over the state in which `step` begins. False, without waiting, if the one before is still being written: this one is
     /// left out then.
     #[must_use]
-    pub fn offer(&self, step: i64, lineage: &str, state: StateDict) -> bool {
+    pub fn offer(&self, step: Step, lineage: &str, state: StateDict) -> bool {
         let mut slot = self.0.lock();
         if slot.busy {
             return false;
@@ -153,21 +153,21 @@ mod tests {
             let _ = wait.recv();
         })
         .unwrap();
-        assert!(writer.offer(5, "x", state()));
-        assert_eq!(hears.recv_timeout(Duration::from_secs(20)).unwrap(), 5);
-        assert!(writer.is_busy() && !writer.offer(6, "x", state()));
+        assert!(writer.offer(Step(5), "x", state()));
+        assert_eq!(hears.recv_timeout(Duration::from_secs(20)).unwrap(), Step(5));
+        assert!(writer.is_busy() && !writer.offer(Step(6), "x", state()));
         assert_eq!(
             writer.flush(Instant::now()).unwrap_err().kind(),
             ErrorKind::Timeout
         );
         go.send(()).unwrap();
         writer.flush(soon()).unwrap();
-        assert!(writer.offer(7, "x", state()));
+        assert!(writer.offer(Step(7), "x", state()));
         go.send(()).unwrap();
         writer.flush(soon()).unwrap();
-        assert_eq!(steps(dir.path(), 0).unwrap(), [5, 7]);
+        assert_eq!(steps(dir.path(), 0).unwrap(), [5, 7].map(Step));
         let found = newest(dir.path(), 0, [0]).unwrap().found.unwrap();
-        assert_eq!((found.step, found.lineage.as_str()), (7, "x"));
+        assert_eq!((found.step.0, found.lineage.as_str()), (7, "x"));
         assert_eq!(found.state, state());
     }
 

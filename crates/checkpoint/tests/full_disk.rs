@@ -16,7 +16,7 @@ use std::process::{Command, ExitCode, Output};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use ftcore::{ErrorKind, deadline_in};
+use ftcore::{ErrorKind, Step, deadline_in};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use oxccl_checkpoint::{Outcome, Series, StateDict, Writer, newest, steps};
 
@@ -102,13 +102,13 @@ fn child(folder: &Path, word: &str) {
     let series = Series::open(folder, 0, 2, soon()).unwrap();
     let (says, hears) = channel::<Outcome>();
     let writer = Writer::start(series, move |outcome| says.send(outcome.clone()).unwrap()).unwrap();
-    let write = |step: i64, bytes: usize| {
+    let write = |step: Step, bytes: usize| {
         assert!(writer.offer(step, "", state(bytes)));
         writer.flush(soon()).unwrap();
         hears.recv_timeout(Duration::from_secs(20)).unwrap()
     };
-    write(1, 100_000).unwrap();
-    let e = write(2, 2_000_000).unwrap_err();
+    write(Step(1), 100_000).unwrap();
+    let e = write(Step(2), 2_000_000).unwrap_err();
     let text = e.to_string();
     assert_eq!(e.kind(), ErrorKind::Io, "{text}");
     for needed in [word, "replica-0/step-000000000002", " bytes needed", " free"] {
@@ -122,8 +122,8 @@ fn child(folder: &Path, word: &str) {
     names.sort();
     assert_eq!(names, [".lock", "step-000000000001.safetensors"]);
     let found = newest(folder, 0, [0]).unwrap().found.unwrap();
-    assert_eq!((found.step, found.state), (1, state(100_000)));
+    assert_eq!((found.step.0, found.state), (1, state(100_000)));
     // Room again, or a smaller state: it goes on.
-    write(3, 150_000).unwrap();
-    assert_eq!(steps(folder, 0).unwrap(), [1, 3]);
+    write(Step(3), 150_000).unwrap();
+    assert_eq!(steps(folder, 0).unwrap(), [1, 3].map(Step));
 }

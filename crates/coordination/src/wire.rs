@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use ftcore::{Credentials, Error, ErrorKind, Result};
+use ftcore::{Credentials, Error, ErrorKind, Result, Step};
 use tonic::codegen::http::HeaderMap;
 use tonic::{Code, Status};
 
@@ -36,7 +36,7 @@ impl From<torchft::QuorumMember> for Member {
             replica_id: m.replica_id,
             address: m.address,
             store_address: m.store_address,
-            step: m.step,
+            step: Step(m.step),
             world_size: m.world_size,
             shrink_only: m.shrink_only,
             data: m.data,
@@ -59,7 +59,7 @@ impl From<Member> for torchft::QuorumMember {
             replica_id: m.replica_id,
             address: m.address,
             store_address: m.store_address,
-            step: m.step,
+            step: m.step.0,
             world_size: m.world_size,
             shrink_only: m.shrink_only,
             data: m.data,
@@ -171,7 +171,7 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             recover_src_replica_rank: r.recover_src_replica_rank.map(i64::from),
             recover_dst_replica_ranks: r.recover_dst_replica_ranks.into_iter().map(i64::from).collect(),
             store_address: r.store_address,
-            max_step: r.max_step,
+            max_step: r.max_step.0,
             max_replica_rank: r.max_replica_rank.map(i64::from),
             max_world_size: i64::from(r.max_world_size),
             replica_rank: i64::from(r.replica_rank),
@@ -226,7 +226,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             replica_rank: number("replica_rank", r.replica_rank)?,
             replica_world_size: number("replica_world_size", r.replica_world_size)?,
             store_address: r.store_address,
-            max_step: r.max_step,
+            max_step: Step(r.max_step),
             max_replica_rank: r
                 .max_replica_rank
                 .map(|n| number("max_replica_rank", n))
@@ -571,14 +571,14 @@ mod tests {
             rank in 0u32..4, optional in prop::option::of(0u32..9), incarnation in "[a-z]{0,3}", flag: bool,
         ) {
             let member = Member {
-                replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
+                replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step: Step(step), world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
                 last_quorum_id: last, last_world_size: 4, incarnation, healed: flag, batches_committed: 9, joining: joining(rank), is_last: flag,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {
                 quorum_id: last, replica_rank: rank, replica_world_size: rank + 1, store_address: "s".into(),
-                max_step: step, max_replica_rank: optional, max_world_size: 2, heal: flag,
+                max_step: Step(step), max_replica_rank: optional, max_world_size: 2, heal: flag,
                 recover_src_manager_address: "m".into(), recover_src_replica_rank: optional,
                 recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, members_digest: "d".into(), lineage,
                 contributor_rank: optional, contributor_world_size: rank,

@@ -6,6 +6,8 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use ftcore::Step;
+
 use crate::rig::*;
 use oxccl_coordination::{ConnectionLimits, LighthouseConfig, LighthouseServer, Member, Why};
 use rustix::net::{AddressFamily, SocketType, sockopt};
@@ -159,7 +161,7 @@ fn nothing_is_made_without_a_listener_and_there_are_so_many_at_most() {
         while since.elapsed() < Duration::from_millis(2500) {
             step += 1;
             let failed = Member {
-                step,
+                step: Step(step),
                 commit_failures: 1,
                 ..member("a")
             };

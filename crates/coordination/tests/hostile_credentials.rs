@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind};
+use ftcore::{Credentials, Error, ErrorKind, Step};
 use identity::{ClientStream, Party, Role};
 use oxccl_coordination::{
     CommitVote, ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient,
@@ -149,12 +149,12 @@ fn commit(clients: &[ManagerClient], step: i64) -> i64 {
         .map(|client| {
             std::thread::spawn(move || {
                 let request = QuorumRequest {
-                    step,
+                    step: Step(step),
                     ..QuorumRequest::default()
                 };
                 let quorum = client.quorum(&request, soon()).unwrap();
                 let vote = CommitVote {
-                    step,
+                    step: Step(step),
                     quorum_id: quorum.quorum_id,
                     vote: true,
                     ..CommitVote::default()
@@ -223,7 +223,7 @@ fn member(id: &str) -> Member {
         replica_id: id.into(),
         address: "http://127.0.0.1:1".into(),
         store_address: "store:1".into(),
-        step: i64::MAX - 1,
+        step: Step(i64::MAX - 1),
         last_quorum_id: i64::MAX - 1,
         world_size: 1,
         ..Member::default()
@@ -321,7 +321,7 @@ fn other_replicas_neither_vote_nor_end_anything_at_a_manager_server() {
         let forger = connect(party);
         let both = [who, "'b:1'"];
         let vote = CommitVote {
-            step: 3,
+            step: Step(3),
             ..CommitVote::default()
         };
         is_refused(
@@ -600,7 +600,7 @@ fn jobs_of_one_lighthouse_do_not_see_each_other() {
     let mut ids = Vec::new();
     for (n, client) in clients.iter().enumerate() {
         let mut own = member("a:1");
-        (own.step, own.last_quorum_id) = (0, 0);
+        (own.step, own.last_quorum_id) = (Step(0), 0);
         own.address = format!("https://job-{n}:1");
         let quorum = client.quorum(&own, soon()).unwrap();
         assert_eq!(quorum.participants.len(), 1, "{quorum:?}");

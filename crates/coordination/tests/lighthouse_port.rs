@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use crate::rig::*;
-use ftcore::ErrorKind;
+use ftcore::{ErrorKind, Step};
 use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, ManagerServer, Member};
 
 fn page(url: &str, path: &str) -> String {
@@ -119,7 +119,7 @@ fn an_unusable_member_is_refused_with_a_reason() {
         (
             Member {
                 address: String::new(),
-                step: 1 << 40,
+                step: Step(1 << 40),
                 ..member("a")
             },
             "replica a: address is '', and should be",
@@ -139,7 +139,7 @@ fn the_pages_show_the_quorum_and_need_no_network() {
     let quorum = tool
         .quorum(
             &Member {
-                step: 3,
+                step: Step(3),
                 ..member("<b>a</b>")
             },
             soon(),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::rig::*;
-use ftcore::{ErrorKind, Result};
+use ftcore::{ErrorKind, Result, Step};
 use oxccl_coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
 };
@@ -42,7 +42,7 @@ fn three_replicas_get_one_quorum_and_their_places_in_it() {
     assert_eq!(first[0].recover_src_manager_address, a.server.address());
     let second = quorum(&mut [&mut a, &mut b, &mut c], 1);
     assert_eq!(second[0].quorum_id, first[0].quorum_id, "nothing changed");
-    assert!(second.iter().all(|r| !r.heal && r.max_step == 1));
+    assert!(second.iter().all(|r| !r.heal && r.max_step == Step(1)));
 }
 
 #[test]
@@ -305,12 +305,12 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
         for (replica, call) in replicas.iter_mut().zip([first].into_iter().chain(others)) {
             let result = call.join().unwrap();
             assert_eq!(result.replica_ids, ["a:1", "b:1", "c:1"]);
-            assert_eq!((result.max_step, result.heal && step > 0), (step, false));
+            assert_eq!((result.max_step.0, result.heal && step > 0), (step, false));
             replica.last = result.quorum_id;
         }
         assert!(replicas.iter().all(|r| r.last == replicas[0].last));
         epochs.push(replicas[0].last);
-        lineage = lineage.after(replicas[0].last, step);
+        lineage = lineage.after(replicas[0].last, Step(step));
     }
     // One epoch from each start to the next, each above the one before.
     for (step, pair) in (1..).zip(epochs.windows(2)) {
@@ -325,8 +325,8 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
     let error = client(&lighthouse)
         .quorum(
             &oxccl_coordination::Member {
-                step: 10,
-                lineage: lineage.after(1, 9).as_str().into(),
+                step: Step(10),
+                lineage: lineage.after(1, Step(9)).as_str().into(),
                 ..member("rumour")
             },
             soon(),
@@ -433,7 +433,7 @@ fn l24_a_rank_whose_connection_broke_is_not_waited_with() {
     let line = Proxy::to(&server.address());
     let through_the_line = ManagerClient::connect(&line.url, soon()).unwrap();
     let direct = ManagerClient::connect(&server.address(), soon()).unwrap();
-    let ask = |client: &ManagerClient, rank: u32, step: i64, deadline: Instant| {
+    let ask = |client: &ManagerClient, rank: u32, step: Step, deadline: Instant| {
         client.quorum(
             &QuorumRequest {
                 group_rank: rank,
@@ -445,7 +445,7 @@ fn l24_a_rank_whose_connection_broke_is_not_waited_with() {
     };
     let end = soon();
     let request = QuorumRequest {
-        step: 5,
+        step: Step(5),
         checkpoint_metadata: "arrived".into(),
         ..QuorumRequest::default()
     };
@@ -457,7 +457,7 @@ fn l24_a_rank_whose_connection_broke_is_not_waited_with() {
     line.cut();
     assert_eq!(lost.join().unwrap().unwrap_err().kind(), ErrorKind::Unavailable);
     timed_out_saying("rank 0 of this replica did not ask", |deadline| {
-        ask(&direct, 1, 5, deadline).unwrap_err()
+        ask(&direct, 1, Step(5), deadline).unwrap_err()
     });
 }
 
@@ -495,7 +495,7 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
     let ranks: Vec<_> = (0..2)
         .map(|_| ManagerClient::connect(&server.address(), soon()).unwrap())
         .collect();
-    let vote = |rank: u32, step: i64, vote: bool| CommitVote {
+    let vote = |rank: u32, step: Step, vote: bool| CommitVote {
         group_rank: rank,
         step,
         quorum_id: 9,
@@ -504,9 +504,13 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
     };
     let short = || Instant::now() + Duration::from_secs(2);
     timed_out_saying("rank 1 did not vote", |deadline| {
-        ranks[0].should_commit(&vote(0, 5, true), deadline).unwrap_err()
+        ranks[0]
+            .should_commit(&vote(0, Step(5), true), deadline)
+            .unwrap_err()
     });
-    let error = ranks[1].should_commit(&vote(1, 6, true), short()).unwrap_err();
+    let error = ranks[1]
+        .should_commit(&vote(1, Step(6), true), short())
+        .unwrap_err();
     assert_eq!(
         error.kind(),
         ErrorKind::Timeout,
@@ -518,7 +522,7 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
         other.should_commit(
             &CommitVote {
                 group_rank: 1,
-                step: 6,
+                step: Step(6),
                 quorum_id: 9,
                 attempt: 1,
                 vote: true,
@@ -528,7 +532,7 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
     });
     let of_rank_0 = CommitVote {
         attempt: 1,
-        ..vote(0, 6, true)
+        ..vote(0, Step(6), true)
     };
     assert!(ranks[0].should_commit(&of_rank_0, soon()).unwrap());
     assert!(call.join().unwrap().unwrap());
@@ -552,13 +556,13 @@ fn a_rank_that_gives_up_ends_the_calls_of_all_ranks_those_that_wait_and_those_to
     let rank = || ManagerClient::connect(&server.address(), soon()).unwrap();
     let vote = |group_rank: u32| CommitVote {
         group_rank,
-        step: 4,
+        step: Step(4),
         vote: true,
         ..CommitVote::default()
     };
     let ask = |group_rank: u32| QuorumRequest {
         group_rank,
-        step: 4,
+        step: Step(4),
         ..QuorumRequest::default()
     };
     let given_up = |error: ftcore::Error| {
@@ -593,7 +597,7 @@ fn a_replica_that_leaves_answers_all_its_ranks_first() {
     let lighthouse = lighthouse(1);
     let vote = |group_rank: u32| CommitVote {
         group_rank,
-        step: 4,
+        step: Step(4),
         vote: true,
         ..CommitVote::default()
     };

@@ -21,6 +21,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use ftcore::Step;
 use libtest_mimic::{Arguments, Trial};
 use oxccl_coordination::{
     CommitVote, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer,
@@ -499,7 +500,7 @@ fn our_managers_on_its_lighthouse(torchft: &Torchft) {
     assert_eq!(first[1].recover_src_manager_address, a.server.address());
     for (replica, result) in [(&a, &first[0]), (&b, &first[1])] {
         let vote = CommitVote {
-            step: 0,
+            step: Step(0),
             quorum_id: result.quorum_id,
             vote: true,
             ..CommitVote::default()
@@ -519,7 +520,7 @@ fn both(torchft: &Torchft, address: &str) {
     let step = |its: i64, our: i64| {
         let asked = torchft.quorum("client-of-a-theirs", 0, its);
         let request = QuorumRequest {
-            step: our,
+            step: Step(our),
             init_sync: true,
             checkpoint_metadata: "state-of-ours".into(),
             ..QuorumRequest::default()

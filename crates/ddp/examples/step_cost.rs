@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{DType, Error, GroupOptions, InMemoryStore, ReduceOp, Result, Tensor, Traffic};
+use ftcore::{DType, Error, GroupOptions, InMemoryStore, ReduceOp, Result, Step, Tensor, Traffic};
 use manager::{Manager, ManagerConfig};
 use oxccl_ddp::{Ddp, DdpConfig, Sink, Slot};
 use replica::{ManagedWork, Participation, Replica, State, StateDict};
@@ -73,7 +73,7 @@ impl Replica for Timed {
     fn should_commit(&mut self, deadline: Instant) -> Result<bool> {
         noted(&self.vote, || self.manager.should_commit(deadline))
     }
-    fn current_step(&self) -> i64 {
+    fn current_step(&self) -> Step {
         self.manager.current_step()
     }
     fn batches_committed(&self) -> i64 {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use buckets::{BucketPlan, average};
 pub use buckets::{Sink, Slot};
 use feedback::Feedback;
-use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
+use ftcore::{Error, ErrorKind, Result, Step, Tensor, Traffic, deadline_in, time_left};
 use protocol::training::{Sends, Share, Steps};
 use quant::ErrorFeedback;
 use replica::StateDict;
@@ -97,7 +97,7 @@ impl DdpConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepReport {
     /// The step that was committed.
-    pub step: i64,
+    pub step: Step,
     /// The epoch in which it was committed.
     pub epoch: i64,
     /// The members of that quorum.
@@ -169,7 +169,7 @@ pub struct Ddp<R> {
     averages: Vec<Tensor>,
     feedback: Feedback,
     steps: Steps<Vec<Tensor>>,
-    on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
+    on_reduce: Option<Box<dyn FnMut(Step, i64) + Send>>,
 }
 
 impl<R: Replica> Ddp<R> {
@@ -184,7 +184,7 @@ impl<R: Replica> Ddp<R> {
         }
         let plan = BucketPlan::new(slots, config.first_bucket_elements, config.bucket_elements)?;
         Ok(Self {
-            steps: Steps::new(config.steps, config.samples_by_contributor),
+            steps: Steps::new(config.steps.map(Step), config.samples_by_contributor),
             replica,
             config,
             plan,
@@ -230,7 +230,7 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
-    pub fn on_reduce(&mut self, f: impl FnMut(i64, i64) + Send + 'static) {
+    pub fn on_reduce(&mut self, f: impl FnMut(Step, i64) + Send + 'static) {
         self.on_reduce = Some(Box::new(f));
     }
 
@@ -245,7 +245,7 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// The number of committed steps; after [`finish`](Self::finish) its closing round is one of them.
-    pub fn current_step(&self) -> i64 {
+    pub fn current_step(&self) -> Step {
         self.replica.current_step()
     }
 
@@ -341,7 +341,7 @@ impl<R: Replica> Ddp<R> {
 
     /// True once the configured number of steps is done; only `finish` is left to call.
     pub fn is_finished(&self) -> bool {
-        self.config.steps.is_some_and(|n| self.current_step() >= n)
+        self.config.steps.is_some_and(|n| self.current_step() >= Step(n))
     }
 
     /// True once an operator has told this replica to drain and the step with which it was told has committed: only [`leave`](Self::leave)

@@ -55,7 +55,7 @@ fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>
         .map(|n| {
             if restart == Some(n) {
                 let saved = ddp.save(&mut state).unwrap();
-                ddp = make(2, ddp.current_step(), &[]);
+                ddp = make(2, ddp.current_step().0, &[]);
                 state = Sum(Vec::new());
                 ddp.restore(&saved, &mut state).unwrap();
             }

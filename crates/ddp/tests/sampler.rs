@@ -11,7 +11,7 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use ftcore::{ProcessGroupExt, Result};
+use ftcore::{ProcessGroupExt, Result, Step};
 use oxccl_ddp::{Ddp, DdpConfig, Sampler, Slot};
 use proptest::prelude::*;
 use replica::Participation;
@@ -21,7 +21,7 @@ use training_rig::{ScriptedReplica, Source, gloo, ranks};
 /// A replica's state: what heals. Every committed step leaves its samples in it.
 #[derive(Clone, Default)]
 struct State {
-    step: i64,
+    step: Step,
     cursor: u64,
     used: Vec<u64>,
 }
@@ -29,7 +29,7 @@ struct State {
 #[derive(Clone, Default)]
 struct Replica {
     state: State,
-    healed_into: Option<i64>,
+    healed_into: Option<Step>,
 }
 
 /// What befalls the members in an attempt, as bits by member.
@@ -218,11 +218,11 @@ fn steps_of_replicas_that_lose_votes_and_heal_use_each_sample_once() {
         };
         let mut windows = Vec::new();
         while state.cursor < SAMPLES {
-            if (rank, ddp.current_step()) == (0, 1) {
+            if (rank, ddp.current_step()) == (0, Step(1)) {
                 *ddp.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
             }
             let compute = |state: &mut Counts, now: &Participation| {
-                let contributors = if now.step == 1 { 2 } else { 3 };
+                let contributors = if now.step == Step(1) { 2 } else { 3 };
                 let mut gradient = vec![0.0; 20];
                 for sample in sampler.part(state.cursor, (rank, contributors))?.samples {
                     gradient[usize::try_from(sample).unwrap()] += 1.0;

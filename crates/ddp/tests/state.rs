@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use oxccl_ddp::{Ddp, DdpConfig, Slot};
 use replica::StateDict;
 use replica::{Replica, State};
@@ -82,7 +82,7 @@ fn inv4_gradients_of_a_state_that_was_healed_over_are_never_sent() {
             gradient(w)
         };
         let report = d.step(&mut weight, compute, apply).unwrap();
-        assert_eq!((report.step, report.failed_attempts), (step, 2));
+        assert_eq!((report.step.0, report.failed_attempts), (step, 2));
         assert!(report.healed.is_some());
         // It contributes to the step that it healed into only if all did, and then with what it computed on that state, once.
         let healed = if all_healed { 100.0 } else { 0.0 };
@@ -110,7 +110,7 @@ fn inv5_a_step_whose_averages_were_applied_in_part_leaves_a_state_that_is_nobody
         },
     );
     assert_eq!(e.unwrap_err().kind(), ErrorKind::Io);
-    assert_eq!(d.current_step(), 1, "it was committed");
+    assert_eq!(d.current_step(), Step(1), "it was committed");
     let snapshots = d.replica().snapshot.iter().count();
     for e in [
         d.step(&mut weight, |w, _| gradient(w), apply).map(drop),
@@ -127,7 +127,7 @@ fn inv5_a_step_whose_averages_were_applied_in_part_leaves_a_state_that_is_nobody
     }
     assert_eq!(
         (d.current_step(), sent.borrow().len()),
-        (1, 1),
+        (Step(1), 1),
         "it took no part any more"
     );
     assert_eq!(
@@ -148,7 +148,7 @@ fn inv5_a_state_that_was_taken_over_in_part_is_nobodys() {
         assert!(e.to_string().contains("half of it was loaded"), "{e}");
     }
     assert!(d.save(&mut weight).is_err());
-    assert_eq!((d.current_step(), sent.borrow().len()), (0, 0));
+    assert_eq!((d.current_step(), sent.borrow().len()), (Step(0), 0));
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn a_quorum_that_does_not_come_about_costs_no_step() {
         errors += 1;
         assert!(errors < 5);
     };
-    assert_eq!((report.step, errors, weight.0), (0, 2, 2.0));
+    assert_eq!((report.step, errors, weight.0), (Step(0), 2, 2.0));
     assert!(
         sent.borrow().iter().all(|sent| *sent == (0, 1.0)),
         "{:?}",
@@ -187,7 +187,7 @@ fn a_run_ends_once_and_its_end_is_retried_where_it_broke_off() {
     assert!(e.to_string().contains("before the first step"), "{e}");
     assert_eq!(d.finish(&mut weight).unwrap_err().kind(), ErrorKind::Timeout);
     d.finish(&mut weight).unwrap();
-    assert_eq!((d.current_step(), sent.borrow().len()), (2, 1));
+    assert_eq!((d.current_step(), sent.borrow().len()), (Step(2), 1));
     for e in [
         d.finish(&mut weight),
         d.step(&mut weight, |w, _| gradient(w), apply).map(drop),
@@ -196,6 +196,6 @@ fn a_run_ends_once_and_its_end_is_retried_where_it_broke_off() {
         assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
         assert!(e.to_string().contains("finish was called"), "{e}");
     }
-    assert_eq!(d.replica().current_step(), 2);
+    assert_eq!(d.replica().current_step(), Step(2));
     d.save(&mut weight).unwrap();
 }

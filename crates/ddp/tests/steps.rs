@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use ftcore::{DType, Error, ErrorKind, Result, Tensor};
+use ftcore::{DType, Error, ErrorKind, Result, Step, Tensor};
 use half::bf16;
 use oxccl_ddp::{Ddp, DdpConfig, Slot};
 use replica::State;
@@ -342,7 +342,10 @@ fn a_replica_that_heals_takes_the_state_over_before_the_averages_and_steps_are_c
         .unwrap();
     assert!(report.healed.is_some());
     // Its own part is zero; twice that is the mean of this world.
-    assert_eq!((report.step, d.current_step(), weight.0), (5, 6, 100.0));
+    assert_eq!(
+        (report.step, d.current_step(), weight.0),
+        (Step(5), Step(6), 100.0)
+    );
     assert!(!d.is_finished());
     d.step(&mut weight, |_, _| Ok(vec![vec![2.0]]), apply).unwrap();
     assert!(d.is_finished());
@@ -371,7 +374,7 @@ fn a_step_that_does_not_commit_in_time_applies_nothing() {
         e.to_string().contains("step 0 did not commit in 1 attempts"),
         "{e}"
     );
-    assert_eq!(d.current_step(), 0);
+    assert_eq!(d.current_step(), Step(0));
 }
 
 #[test]
@@ -424,7 +427,7 @@ fn a_full_bucket_leaves_once_the_quorum_stands_that_was_begun_with_the_computing
         |_, _, sink| {
             sink.push(0, &[3.0f32])?;
             assert_eq!(sent.borrow().len(), 1, "the quorum stands now");
-            assert_eq!(sink.participation()?.step, 1);
+            assert_eq!(sink.participation()?.step, Step(1));
             Ok(())
         },
         |_, a| {
@@ -432,7 +435,7 @@ fn a_full_bucket_leaves_once_the_quorum_stands_that_was_begun_with_the_computing
             Ok(())
         },
     );
-    assert_eq!((report.unwrap().step, averages), (1, vec![6.0]));
+    assert_eq!((report.unwrap().step, averages), (Step(1), vec![6.0]));
 }
 
 #[test]
@@ -495,7 +498,7 @@ fn what_was_computed_before_a_quorum_in_which_the_replica_heals_is_never_sent() 
     };
     assert!(step().healed.is_none());
     let report = step();
-    assert_eq!((report.step, report.healed.is_some()), (5, true));
+    assert_eq!((report.step, report.healed.is_some()), (Step(5), true));
     assert_eq!(
         *sent.borrow(),
         [[1.0], [0.0]],
@@ -528,5 +531,5 @@ fn a_step_whose_quorum_does_not_come_about_is_an_error_and_may_be_called_again()
     // Nor does one leave anything behind in which the caller fails.
     let mine = Error::new(ErrorKind::Internal, "no data");
     assert_eq!(step(Err(mine)).unwrap_err().message(), "no data");
-    assert_eq!(step(Ok(1.0)).unwrap().step, 1);
+    assert_eq!(step(Ok(1.0)).unwrap().step, Step(1));
 }

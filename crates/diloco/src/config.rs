@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use ftcore::{Error, Result};
+use ftcore::{Error, Result, Step};
 use protocol::training::RoundRules;
 
 use crate::Backup;
@@ -195,7 +195,7 @@ impl DilocoConfig {
             round_steps: self.round_steps(),
             delay: self.delay,
             eager: self.eager,
-            last: self.rounds,
+            last: self.rounds.map(Step),
         }
     }
 

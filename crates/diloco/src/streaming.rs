@@ -21,7 +21,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{DType, Device, Error, ErrorKind, ReduceOp, Result, Traffic, deadline_in, time_left};
+use ftcore::{DType, Device, Error, ErrorKind, ReduceOp, Result, Step, Traffic, deadline_in, time_left};
 use protocol::training::{Due, Rounds, Sends};
 use quant::ErrorFeedback;
 use replica::{Healed, Participation, Replica, Spare, State, write_commit};
@@ -42,7 +42,7 @@ mod resume;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoundReport {
     /// The step that was committed (0 is the initial synchronisation).
-    pub step: i64,
+    pub step: Step,
     /// The epoch in which it was committed.
     pub epoch: i64,
     /// The members of that quorum.
@@ -112,8 +112,8 @@ pub struct Diloco<R, P> {
     healed: Option<Healed>,
     sync: Duration,
     failed_attempts: u32,
-    before_reduce: Option<Box<dyn FnMut(i64) + Send>>,
-    on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
+    before_reduce: Option<Box<dyn FnMut(Step) + Send>>,
+    on_reduce: Option<Box<dyn FnMut(Step, i64) + Send>>,
 }
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
@@ -209,12 +209,12 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Calls `f(step)` right before a round's all-reduces are handed to the group, at every attempt. With a quantised group that rounds
     /// at random, `f` is `QuantizedGroup::start_round`: what is drawn then follows from the step alone, and a round that is done again, or a
     /// run that goes on after it was stopped, sends the same bytes.
-    pub fn before_reduce(&mut self, f: impl FnMut(i64) + Send + 'static) {
+    pub fn before_reduce(&mut self, f: impl FnMut(Step) + Send + 'static) {
         self.before_reduce = Some(Box::new(f));
     }
 
     /// Calls `f(step, epoch)` whenever a round's all-reduce has been handed to the group, for progress displays.
-    pub fn on_reduce(&mut self, f: impl FnMut(i64, i64) + Send + 'static) {
+    pub fn on_reduce(&mut self, f: impl FnMut(Step, i64) + Send + 'static) {
         self.on_reduce = Some(Box::new(f));
     }
 
@@ -224,7 +224,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// The number of committed rounds, the initial synchronisation included.
-    pub fn step(&self) -> i64 {
+    pub fn step(&self) -> Step {
         self.replica.current_step()
     }
 
@@ -293,8 +293,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// The number of the fragment of round `step`.
-    fn fragment_at(&self, step: i64) -> usize {
-        usize::try_from(step - 1).unwrap_or(0) % self.plan.len().max(1)
+    fn fragment_at(&self, step: Step) -> usize {
+        usize::try_from(step.0 - 1).unwrap_or(0) % self.plan.len().max(1)
     }
 
     fn whole<'a>(&'a mut self, inner: &'a mut dyn State, own: bool) -> Whole<'a, P> {
@@ -372,7 +372,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 
     /// True once the configured number of rounds is done and closed; only `finish` is left to call.
     pub fn is_finished(&self) -> bool {
-        self.config.rounds.is_some_and(|last| self.step() > last)
+        self.config.rounds.is_some_and(|last| self.step() > Step(last))
     }
 
     /// True once an operator has told this replica to drain, the round with which it was told has committed and none is in flight: only

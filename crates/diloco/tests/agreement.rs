@@ -37,7 +37,7 @@ fn source() -> (i64, StateDict) {
         }
         d.after_inner_step(&mut Nothing).unwrap();
     }
-    (d.step(), d.save(&mut Nothing).unwrap())
+    (d.step().0, d.save(&mut Nothing).unwrap())
 }
 
 fn made(outer: OuterOptimizer, replica: ScriptedReplica) -> Diloco<ScriptedReplica, SliceParameters> {

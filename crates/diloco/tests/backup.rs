@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use crate::scripted::{layer, params};
-use ftcore::{Device, DeviceKind, ErrorKind, Result};
+use ftcore::{Device, DeviceKind, ErrorKind, Result, Step};
 use oxccl_diloco::{
     Backup, Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters, TensorParameters,
 };
@@ -182,7 +182,7 @@ fn l13_failed_commits_and_lost_reductions_change_no_bit_wherever_the_copies_lie(
 
 /// What a peer gets that heals from `d`, with its step.
 fn state<P: Parameters>(d: &mut Diloco<ScriptedReplica, P>) -> (i64, StateDict) {
-    (d.step(), d.save(&mut Nothing).unwrap())
+    (d.step().0, d.save(&mut Nothing).unwrap())
 }
 
 /// A replica that heals from `source` into a run on the device.
@@ -415,7 +415,7 @@ fn inv5_a_state_that_was_taken_over_in_part_is_nobodys_to_go_on_from() {
             let Err(e) = healed else {
                 break;
             };
-            if d.step() > 1 {
+            if d.step() > Step(1) {
                 // It had healed: what failed came later.
                 continue;
             }
@@ -429,7 +429,7 @@ fn inv5_a_state_that_was_taken_over_in_part_is_nobodys_to_go_on_from() {
                     assert!(e.to_string().contains(part), "{e}");
                 }
             }
-            assert_eq!((d.step(), d.replica().snapshot.iter().count()), (1, 0));
+            assert_eq!((d.step(), d.replica().snapshot.iter().count()), (Step(1), 0));
             assert!(!sent.get(), "an outer gradient of half a state was sent");
         }
         // Each write of a parameter or a copy can be the one.
@@ -449,7 +449,7 @@ fn inv5_a_committed_round_that_was_applied_in_part_is_nobodys_to_go_on_from() {
     device.fail_after(2 * SIZES.len() + 5);
     assert_eq!(d.after_inner_step(&mut Nothing).unwrap_err().code(), Some(700));
     device.fail_after(usize::MAX);
-    assert_eq!(d.step(), 2, "it was committed");
+    assert_eq!(d.step(), Step(2), "it was committed");
     assert_eq!(
         d.save(&mut Nothing).err().unwrap().kind(),
         ErrorKind::InvalidState
@@ -461,7 +461,7 @@ fn inv5_a_committed_round_that_was_applied_in_part_is_nobodys_to_go_on_from() {
         d.finish(&mut Nothing),
     ] {
         let e = e.unwrap_err();
-        assert!(e.kind() == ErrorKind::InvalidState && d.step() == 2, "{e}");
+        assert!(e.kind() == ErrorKind::InvalidState && d.step() == Step(2), "{e}");
         assert!(e.to_string().contains("the device is gone"), "{e}");
     }
 }

@@ -12,6 +12,8 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use ftcore::Step;
+
 use crate::scripted::{begun, layer, params};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use replica::StateDict;
@@ -100,14 +102,14 @@ fn a_round_whose_parameters_are_healed_over_before_it_is_reported_says_so() {
         .iter()
         .map(|r| (r.step, r.healed.is_some(), r.superseded))
         .collect();
-    assert_eq!(told, [(1, false, true)]);
+    assert_eq!(told, [(Step(1), false, true)]);
     inner_steps(&mut d, 3, 1.0);
     let second = last(&mut d);
     let told: Vec<_> = second
         .iter()
         .map(|r| (r.step, r.healed.is_some(), r.superseded))
         .collect();
-    assert_eq!(told, [(step, true, false)]);
+    assert_eq!(told, [(Step(step), true, false)]);
 }
 
 #[test]
@@ -157,5 +159,5 @@ fn a_round_that_never_commits_ends_at_its_time_out_and_says_which_step() {
             "{e}"
         );
     }
-    assert_eq!(d.step(), 1);
+    assert_eq!(d.step(), Step(1));
 }

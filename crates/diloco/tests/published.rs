@@ -12,6 +12,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use ftcore::Step;
+
 use crate::scripted::begun;
 use oxccl_diloco::{DilocoConfig, OuterOptimizer, Parameters, Pattern};
 use training_rig::{Nothing, ScriptedReplica};
@@ -170,7 +172,7 @@ impl Setting {
             );
         }
         assert!(
-            d.step() > i64::try_from(2 * self.p).unwrap(),
+            d.step() > Step(i64::try_from(2 * self.p).unwrap()),
             "too few rounds: {self:?}"
         );
     }

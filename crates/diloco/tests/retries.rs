@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use crate::scripted::{begun, layer, params};
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, RoundReport, SliceParameters};
 use training_rig::{Nothing, ScriptedReplica};
 
@@ -84,7 +84,7 @@ fn run(config: &DilocoConfig, prepare: impl FnOnce(&mut ScriptedReplica)) -> (Ve
     let mut d = begun(replica, &[2, 3], config.clone());
     let mut reports = Vec::new();
     let errors = (0..14).map(|at| inner_step(&mut d, at, &mut reports)).sum();
-    let steps = reports.iter().map(|r| r.step).collect();
+    let steps = reports.iter().map(|r| r.step.0).collect();
     (steps, sent, errors, d)
 }
 
@@ -187,7 +187,7 @@ fn the_end_of_a_run_is_retried_where_it_broke_off() {
             let last = sent.borrow().iter().map(|(step, _)| *step).max().unwrap();
             assert_eq!(
                 d.step(),
-                last + 2,
+                Step(last + 2),
                 "the closing round is one without data: {config:?}"
             );
             ends.push((d.step(), d.global_hash().unwrap(), errors));
@@ -236,7 +236,7 @@ fn what_is_out_of_order_is_refused_with_what_to_do_and_changes_nothing() {
         refused(d.after_inner_step(&mut Nothing).map(drop), "call begin");
         refused(d.finish(&mut Nothing), "call begin");
         refused(d.save(&mut Nothing).map(drop), "call begin");
-        assert_eq!(d.step(), 0);
+        assert_eq!(d.step(), Step(0));
         d.begin(&mut Nothing).unwrap();
         refused(d.begin(&mut Nothing).map(drop), "begin was called already");
         let mut reports = Vec::new();
@@ -250,13 +250,13 @@ fn what_is_out_of_order_is_refused_with_what_to_do_and_changes_nothing() {
             inner_step(&mut d, at, &mut reports);
             at += 1;
         }
-        assert_eq!(reports.iter().map(|r| r.step).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(reports.iter().map(|r| r.step.0).collect::<Vec<_>>(), [1, 2]);
         refused(d.after_inner_step(&mut Nothing).map(drop), "finish");
         d.finish(&mut Nothing).unwrap();
         let end = d.global_hash().unwrap();
         refused(d.finish(&mut Nothing), "already");
         refused(d.after_inner_step(&mut Nothing).map(drop), "finish");
         refused(d.begin(&mut Nothing).map(drop), "already");
-        assert_eq!((d.step(), d.global_hash().unwrap()), (4, end));
+        assert_eq!((d.step(), d.global_hash().unwrap()), (Step(4), end));
     }
 }

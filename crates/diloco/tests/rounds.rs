@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 
 use crate::scripted::{begun, layer, params};
-use ftcore::Result;
+use ftcore::{Result, Step};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use replica::StateDict;
 use training_rig::{Nothing, ScriptedReplica, Source};
@@ -219,7 +219,7 @@ fn a_healed_replica_is_bitwise_equal_and_goes_on_in_step() {
     let snapshot = std::mem::replace(&mut healthy.replica().snapshot.clone(), StateDict::new());
 
     let mut replica = ScriptedReplica::identical();
-    replica.heal = Some(Source::Now(healthy.step(), snapshot));
+    replica.heal = Some(Source::Now(healthy.step().0, snapshot));
     let mut d = Diloco::with_layers(replica, params(&[4, 3]), config, &layer).unwrap();
     assert!(
         d.begin(&mut Nothing).unwrap().is_empty(),
@@ -254,7 +254,7 @@ fn state_of_another_model_is_refused_and_changes_nothing() {
         "{e}"
     );
     assert_eq!(d.global_hash().unwrap(), before);
-    assert_eq!(d.step(), 0);
+    assert_eq!(d.step(), Step(0));
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn eager_updates_end_with_every_round_finished_and_the_replicas_equal() {
     };
     let mut d = begun(ScriptedReplica::identical(), &[1], config(1));
     let reports = inner_steps(&mut d, 12);
-    let steps: Vec<i64> = reports.iter().map(|r| r.step).collect();
+    let steps: Vec<i64> = reports.iter().map(|r| r.step.0).collect();
     assert_eq!(steps, [1, 2, 3], "12 inner steps finish three rounds of four");
     assert!(d.is_finished());
     // Gradients 4, 4, 4: b = 4, 6, 7 and directions 6, 7, 7.5.
@@ -361,7 +361,7 @@ fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
     let (step, dict) = (source.step(), source.replica().snapshot.clone());
 
     let mut replica = ScriptedReplica::identical();
-    replica.heal = Some(Source::Now(step, dict));
+    replica.heal = Some(Source::Now(step.0, dict));
     let mut healed = Diloco::with_layers(replica, params(&[3, 5]), config.clone(), &layer).unwrap();
     assert!(
         healed.begin(&mut Nothing).unwrap().is_empty(),
@@ -383,7 +383,7 @@ fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
     );
     inner_steps(&mut plain, 4);
     let mut replica = ScriptedReplica::identical();
-    replica.heal = Some(Source::Now(plain.step(), plain.replica().snapshot.clone()));
+    replica.heal = Some(Source::Now(plain.step().0, plain.replica().snapshot.clone()));
     let mut other = Diloco::with_layers(replica, params(&[3, 5]), config, &layer).unwrap();
     let e = other.begin(&mut Nothing).unwrap_err().to_string();
     assert!(e.contains("here eager, at the source plain"), "{e}");

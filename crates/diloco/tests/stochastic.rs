@@ -48,7 +48,7 @@ fn run(
     };
     let mut d = Diloco::with_layers(replica, params(&[700, 33]), config, &layer).unwrap();
     let drawn = group.clone();
-    d.before_reduce(move |step| drawn.start_round(step.unsigned_abs()));
+    d.before_reduce(move |step| drawn.start_round(step.0.unsigned_abs()));
     if let Some(saved) = saved {
         d.restore(saved, &mut Nothing).unwrap();
     }

@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 use crate::scripted::{begun, layer, params};
-use ftcore::ProcessGroupExt;
+use ftcore::{ProcessGroupExt, Step};
 use oxccl_diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
 use replica::StateDict;
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
@@ -80,7 +80,7 @@ fn inv4_a_replica_that_healed_into_a_round_does_not_weigh_in_in_any_attempt_at_i
         // Inner steps that were made by the time at which the round is sent.
         let sent = (4 - config.delay) as f32;
         for (rank, (report, global)) in ends.iter().enumerate() {
-            assert_eq!((report.step, report.failed_attempts), (1, 2));
+            assert_eq!((report.step, report.failed_attempts), (Step(1), 2));
             assert_eq!(report.contributors, 2, "rank {rank}: {config:?}");
             // The mean of 1 and 2 in each inner step. With the copy of rank 0's it would be 4/3.
             assert_eq!(*global, -1.5 * sent, "rank {rank}: {config:?}");
@@ -129,7 +129,7 @@ fn inv4_where_all_healed_into_a_round_their_copies_are_averaged() {
             (reports.remove(0), global(&mut d))
         });
         for (report, global) in &ends {
-            assert_eq!((report.step, report.contributors), (step, 3));
+            assert_eq!((report.step.0, report.contributors), (step, 3));
             assert_eq!(*global, before - base, "{config:?}");
         }
     }
@@ -152,7 +152,7 @@ fn with_eager_updates_a_replica_looks_ahead_by_its_part_of_the_mean_once_and_by_
         let ahead = finished[0] - share * own;
         assert_eq!(d.params().get(0).unwrap(), [ahead; 3]);
         let report = rounds(&mut d, 1.0, 1).remove(0);
-        assert_eq!((report.step, report.failed_attempts), (step, 2));
+        assert_eq!((report.step.0, report.failed_attempts), (step, 2));
         // What was finished, and half of the 4 that it has moved by since: looking ahead in the repeated attempts would add to it.
         let global = global(&mut d);
         assert_eq!(global, finished[0] - own);

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use ftcore::{Error, Result};
+use ftcore::{Error, Result, Step};
 use protocol::training::{Due, RoundRules, Rounds, Sends};
 use quant::Codec;
 
@@ -325,8 +325,8 @@ fn diloco(
                 Due::Send => {
                     now = now + work.quorum;
                     arrives = now;
-                    if rounds.joined(step)? != Sends::Nothing {
-                        rounds.keep(step, ());
+                    if rounds.joined(Step(step))? != Sends::Nothing {
+                        rounds.keep(Step(step), ());
                         let fragment = u64::try_from(step).unwrap_or(0) % fragments;
                         let cost = of_fragments.get(fragment as usize);
                         arrives = now + cost.map_or(Seconds::ZERO, |c| c.time);

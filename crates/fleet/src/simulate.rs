@@ -10,7 +10,7 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use protocol::assignment::Assignment;
 use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Start, Ticket};
 use protocol::rank::{Next, Rank, RankRules};
@@ -283,7 +283,7 @@ impl<'a> Run<'a> {
             loop {
                 let ready = self.quorum()?;
                 let share = Share {
-                    step: i64::try_from(self.committed).unwrap_or(i64::MAX),
+                    step: Step(i64::try_from(self.committed).unwrap_or(i64::MAX)),
                     contributor_rank: Some(0),
                     contributors: self.contributors,
                 };
@@ -325,8 +325,8 @@ impl<'a> Run<'a> {
                         let ready = self.quorum()?;
                         self.until(ready)?;
                         arrives = self.now;
-                        if rounds.joined(step)? != Sends::Nothing {
-                            rounds.keep(step, ());
+                        if rounds.joined(Step(step))? != Sends::Nothing {
+                            rounds.keep(Step(step), ());
                             let fragment = step as usize % self.fleet.reductions.len().max(1);
                             arrives += self.reduction(fragment);
                         }

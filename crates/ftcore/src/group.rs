@@ -8,19 +8,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::{
-    Cancel, Capabilities, Checked, Completion, DType, Device, Error, Failed, Rejected, Result, Store,
+    Cancel, Capabilities, Checked, Completion, DType, Device, Epoch, Error, Failed, Rejected, Result, Store,
     SubmitOptions, Tensor, Work,
 };
-
-/// The generation of a group's configuration. Every frame carries it (INV-1).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct Epoch(pub u64);
-
-impl fmt::Display for Epoch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
 
 /// What a group is right now.
 #[derive(Debug, Clone, PartialEq, Eq)]

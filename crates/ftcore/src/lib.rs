@@ -17,6 +17,7 @@ pub mod descriptors;
 mod device;
 mod dtype;
 pub mod engine;
+mod epoch;
 mod error;
 mod exit;
 mod ext;
@@ -56,9 +57,10 @@ pub use device::{
     register_accelerator,
 };
 pub use dtype::{Bool, DType, Element, F8E4M3, F8E5M2};
+pub use epoch::{Epoch, Step};
 pub use error::{Error, ErrorContext, ErrorKind, Result};
 pub use ext::ProcessGroupExt;
-pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic, execute_by_submit};
+pub use group::{Configuration, GroupInfo, ProcessGroup, Traffic, execute_by_submit};
 pub use identity::Credentials;
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;

@@ -17,7 +17,7 @@ use checkpoint::{
     HttpTransport, Kept, Snapshot, SnapshotId, SourceChoice, StateDict,
 };
 use coordination::{ManagerClient, QuorumResult};
-use ftcore::{Error, ErrorKind, ProcessGroup, Result, Store};
+use ftcore::{Error, ErrorKind, ProcessGroup, Result, Step, Store};
 use identity::Party;
 use protocol::Lineage;
 
@@ -62,7 +62,7 @@ pub(crate) struct OverGroup<'a> {
 pub(crate) struct Behind<'a> {
     pub(crate) replica_id: &'a str,
     pub(crate) group_rank: u32,
-    pub(crate) step: i64,
+    pub(crate) step: Step,
     pub(crate) lineage: &'a Lineage,
     /// Where the ranks of the replica agree on a source, if there are several.
     pub(crate) ranks_store: Option<&'a Arc<dyn Store>>,
@@ -77,7 +77,7 @@ pub(crate) struct Behind<'a> {
 impl Behind<'_> {
     /// True if nothing would be lost with this replica's state.
     fn is_new(&self) -> bool {
-        self.step == 0 && self.lineage.as_str().is_empty()
+        self.step == Step(0) && self.lineage.as_str().is_empty()
     }
 }
 
@@ -359,7 +359,7 @@ mod tests {
         fn publishing(&mut self, step: i64, state: &Weights) -> &mut Self {
             let transport = HttpTransport::start("127.0.0.1:0", None).unwrap();
             let answer = QuorumResult {
-                max_step: step,
+                max_step: Step(step),
                 quorum_id: 9,
                 ..QuorumResult::default()
             };
@@ -406,7 +406,7 @@ mod tests {
     fn answer(addresses: Vec<String>) -> QuorumResult {
         QuorumResult {
             quorum_id: 9,
-            max_step: 5,
+            max_step: Step(5),
             heal: true,
             recover_src_replica_rank: Some(0),
             replica_ids: (0..addresses.len()).map(|i| format!("r{i}:x")).collect(),
@@ -426,12 +426,12 @@ mod tests {
         let lineage = if step == 0 {
             Lineage::default()
         } else {
-            Lineage::default().after(1, step)
+            Lineage::default().after(1, Step(step))
         };
         let me = Behind {
             replica_id: "me:y",
             group_rank: 0,
-            step,
+            step: Step(step),
             lineage: &lineage,
             ranks_store: None,
             kept: &Kept::default(),
@@ -563,7 +563,7 @@ mod tests {
                 let me = Behind {
                     replica_id: "me:y",
                     group_rank,
-                    step: 0,
+                    step: Step(0),
                     lineage: &Lineage::default(),
                     ranks_store: Some(store),
                     kept: &Kept::default(),
@@ -604,7 +604,7 @@ mod tests {
     fn publish_as(transport: &HttpTransport, quorum_id: i64, state: [f32; 2]) {
         let answer = QuorumResult {
             quorum_id,
-            max_step: 5,
+            max_step: Step(5),
             ..QuorumResult::default()
         };
         publish(

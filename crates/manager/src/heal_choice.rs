@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::{Reach, SourceChoice};
-use ftcore::{Error, ErrorKind, Result, Store};
+use ftcore::{Error, ErrorKind, Result, Step, Store};
 use protocol::source::{Choice, Told, Within};
 
 /// What stands if no rank has healed yet, and what no [`Choice`] writes.
@@ -20,7 +20,7 @@ pub(crate) struct RanksChoice {
     /// One for each incarnation of the replica.
     pub(crate) key: String,
     pub(crate) quorum_id: i64,
-    pub(crate) step: i64,
+    pub(crate) step: Step,
     /// The ids of the replicas that are the sources, in the order of the fetch.
     pub(crate) sources: Vec<String>,
 }

@@ -18,7 +18,8 @@ use coordination::{
 };
 use ftcore::{
     Collective, DType, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address, time_left,
+    Step, SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
+    time_left,
 };
 
 use identity::{Party, Role};
@@ -296,7 +297,7 @@ impl Manager {
     /// the first quorum.
     ///
     /// Errors: `InvalidState` once a quorum was asked for.
-    pub fn restore(&mut self, step: i64, lineage: Lineage, batches_committed: i64) -> Result<()> {
+    pub fn restore(&mut self, step: Step, lineage: Lineage, batches_committed: i64) -> Result<()> {
         self.rank.restore(step, lineage, batches_committed)
     }
 
@@ -399,7 +400,7 @@ impl Manager {
             if refused.is_some_and(|since| since.elapsed() >= GONE) {
                 return Err(error);
             }
-            tracing::warn!(%error, step = vote.step, "no answer to the vote; casting it again");
+            tracing::warn!(%error, step = %vote.step, "no answer to the vote; casting it again");
             std::thread::park_timeout(pause);
             pause = (pause * 2).min(Duration::from_secs(1));
         }
@@ -540,7 +541,7 @@ impl Manager {
                     });
                     if answer.spare {
                         if let Err(error) = &outcome {
-                            tracing::warn!(%error, step = answer.max_step, "as a spare this replica got no state; asking again");
+                            tracing::warn!(%error, step = %answer.max_step, "as a spare this replica got no state; asking again");
                         }
                         self.rank.fetched(outcome)
                     } else {
@@ -735,7 +736,7 @@ impl Replica for Manager {
             let error = vote.against.as_ref().or(decision.as_ref().err());
             self.observed.discarded(attempt, error);
             tracing::warn!(
-                step = cast.step,
+                step = %cast.step,
                 epoch = cast.quorum_id,
                 error = error.map(ToString::to_string),
                 "the step did not commit"
@@ -755,7 +756,7 @@ impl Replica for Manager {
         decision
     }
 
-    fn current_step(&self) -> i64 {
+    fn current_step(&self) -> Step {
         self.rank.step()
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use coordination::{PushEvent, QuorumResult, RankCounts};
-use ftcore::{Error, Result, Traffic};
+use ftcore::{Error, Result, Step, Traffic};
 use replica::Healed;
 
 use crate::event_log::{Event, EventLog, listed, text};
@@ -22,7 +22,7 @@ pub(crate) struct Observed {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Attempt {
     pub(crate) epoch: i64,
-    pub(crate) step: i64,
+    pub(crate) step: Step,
     pub(crate) begun: Instant,
 }
 
@@ -50,7 +50,7 @@ impl Observed {
     }
 
     /// What was counted so far, of a rank with the state of `step`.
-    pub(crate) fn counts(&self, step: i64, traffic: Traffic) -> RankCounts {
+    pub(crate) fn counts(&self, step: Step, traffic: Traffic) -> RankCounts {
         RankCounts {
             step,
             sent_bytes: traffic.sent,
@@ -68,7 +68,7 @@ impl Observed {
         if self.is_watched() {
             self.see(Event::Quorum {
                 epoch: answer.quorum_id,
-                step: answer.max_step,
+                step: answer.max_step.0,
                 replica_rank: answer.replica_rank,
                 size: answer.replica_world_size,
                 heal: answer.heal,
@@ -119,7 +119,7 @@ impl Observed {
         let error = outcome.err().map(ToString::to_string);
         self.see(Event::Heal {
             epoch: answer.quorum_id,
-            step: answer.max_step,
+            step: answer.max_step.0,
             from: followed.map_or_else(all, |one| vec![one]),
             bytes: outcome.map_or(0, |healed| healed.bytes),
             took_s: took.as_secs_f64(),
@@ -156,7 +156,7 @@ impl Observed {
         self.count().commits.add(took);
         self.see(Event::Commit {
             epoch: attempt.epoch,
-            step: attempt.step,
+            step: attempt.step.0,
             contributors,
             took_s: took.as_secs_f64(),
         });
@@ -172,7 +172,7 @@ impl Observed {
             );
             self.see(Event::Discard {
                 epoch: attempt.epoch,
-                step: attempt.step,
+                step: attempt.step.0,
                 reason: text(&reason),
                 took_s: took.as_secs_f64(),
             });
@@ -201,10 +201,10 @@ impl Observed {
     }
 
     /// The rank ends, in order if there is no error.
-    pub(crate) fn ended(&self, step: i64, error: Option<&Error>) {
+    pub(crate) fn ended(&self, step: Step, error: Option<&Error>) {
         let error = error.map(ToString::to_string);
         self.see(Event::End {
-            step,
+            step: step.0,
             error: error.as_deref().map(text),
         });
         self.log.flush();

@@ -11,7 +11,7 @@ use checkpoint::HttpTransport;
 use coordination::{Cancel, ManagerClient, QuorumRequest, QuorumResult, is_refused};
 use ftcore::store::epoch_prefix;
 use ftcore::{
-    Configuration, Epoch, Error, ErrorKind, ProcessGroup, Result, Store, TcpStoreServer, deadline_in,
+    Configuration, Epoch, Error, ErrorKind, ProcessGroup, Result, Step, Store, TcpStoreServer, deadline_in,
     time_left,
 };
 use protocol::rank::{Next, Rank};
@@ -50,7 +50,7 @@ fn over_group(prefix: &str, replica_rank: u32) -> String {
 }
 
 /// A quorum, and what it wants next.
-pub(crate) type Step = (QuorumResult, Next);
+pub(crate) type Joined = (QuorumResult, Next);
 
 impl Search {
     /// Why the group cannot be used for another collective without a new epoch, if it cannot.
@@ -68,7 +68,7 @@ impl Search {
         question: &QuorumRequest,
         deadline: Instant,
         cancel: &Cancel,
-    ) -> Result<Step> {
+    ) -> Result<Joined> {
         // Epochs that keep failing at once (members that cannot reach each other) must not become a busy loop.
         if let Some(doublings) = u32::try_from(rank.commit_failures())
             .ok()
@@ -135,7 +135,7 @@ impl Search {
         cancel: &Cancel,
     ) -> Next {
         let deadline = deadline_in(self.timeout).min(deadline);
-        let is_new = rank.step() == 0 && rank.lineage().as_str().is_empty();
+        let is_new = rank.step() == Step(0) && rank.lineage().as_str().is_empty();
         let begun = Instant::now();
         let configured = self.configure(answer, is_new, deadline, cancel);
         self.observed
@@ -234,7 +234,7 @@ impl Search {
         question: &QuorumRequest,
         deadline: Instant,
         cancel: &Cancel,
-    ) -> Result<Step> {
+    ) -> Result<Joined> {
         let (answer, mut next) = self.ask(rank, question, deadline, cancel)?;
         loop {
             next = match next {
@@ -256,7 +256,7 @@ impl Search {
 }
 
 /// What a search beside the training thread found, and the rank that went through it.
-type Outcome = (Rank, Result<Step>);
+type Outcome = (Rank, Result<Joined>);
 
 /// A quorum that was asked for ahead.
 #[derive(Default)]
@@ -272,7 +272,7 @@ pub(crate) enum Ahead {
         deadline: Instant,
     },
     /// It was found, or was not; the manager's rank has gone through it.
-    Found(Box<Result<Step>>),
+    Found(Box<Result<Joined>>),
 }
 
 impl Ahead {

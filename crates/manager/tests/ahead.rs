@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
-use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Step, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
 
 /// Only a hang reaches it.
@@ -109,9 +109,9 @@ fn a_quorum_is_found_and_the_group_connected_while_the_caller_computes() {
                     std::thread::yield_now();
                 }
                 let participation = m.start_quorum(&mut state, soon()).unwrap();
-                assert_eq!((participation.step, participation.members.len()), (1, 2));
+                assert_eq!((participation.step, participation.members.len()), (Step(1), 2));
                 assert!(finish(&mut m, &mut state, input));
-                assert_eq!((m.current_step(), state.0), (2, 6.0));
+                assert_eq!((m.current_step(), state.0), (Step(2), 6.0));
                 let (before, after, average) = step_ahead(&mut m, &mut state, input);
                 assert_eq!((before, average), (after, 6.0));
                 m.leave(soon()).unwrap();
@@ -160,16 +160,16 @@ fn a_member_that_is_behind_heals_in_the_callers_thread_and_its_gradients_do_not_
     one_is_behind(true, |m, state| {
         assert!(m.begin_quorum(soon()).unwrap());
         let before = m.await_quorum().unwrap();
-        assert_eq!((before.contributes, before.step, state.0), (false, 0, -1.0));
+        assert_eq!((before.contributes, before.step.0, state.0), (false, 0, -1.0));
         let work = m.all_reduce(vec![Tensor::from_vec(vec![1000.0f32; 8])], ReduceOp::Avg);
         // The step is not voted on before the state is that of the step (INV-5).
         assert_eq!(
             m.should_commit(soon()).unwrap_err().kind(),
             ErrorKind::InvalidState
         );
-        assert_eq!((m.current_step(), state.0), (0, -1.0));
+        assert_eq!((m.current_step(), state.0), (Step(0), -1.0));
         let after = m.start_quorum(state, soon()).unwrap();
-        assert!(after.healed.is_some() && after.step >= 3);
+        assert!(after.healed.is_some() && after.step >= Step(3));
         assert_eq!(m.current_step(), after.step);
         let average = work.take().unwrap().into_tensor().unwrap();
         state.0 += average.as_slice::<f32>().unwrap()[0];
@@ -182,7 +182,7 @@ fn a_replica_far_behind_takes_the_state_as_a_spare_and_joins_when_its_quorum_is_
     one_is_behind(false, |m, state| {
         assert!(m.begin_quorum(soon()).unwrap());
         let before = m.await_quorum().unwrap();
-        assert_eq!((before.contributes, before.step), (false, 0));
+        assert_eq!((before.contributes, before.step.0), (false, 0));
         // A spare has no group.
         let work = m.all_reduce(vec![Tensor::from_vec(vec![1000.0f32; 8])], ReduceOp::Avg);
         assert!(work.take().is_err());

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{Credentials, ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use ftcore::{Credentials, ErrorKind, GroupOptions, ReduceOp, Result, Step, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
 fn soon() -> Instant {
@@ -92,10 +92,10 @@ fn replicas_with_folders_of_their_own_train_and_heal() {
         scope.spawn(|| {
             let mut new = manager("r1", &url, own("r1")).unwrap();
             let mut state = Number(77.0);
-            while new.current_step() < 3 || !step(&mut new, &mut state) {
+            while new.current_step() < Step(3) || !step(&mut new, &mut state) {
                 step(&mut new, &mut state);
             }
-            assert_eq!(state.0, new.current_step() as f32);
+            assert_eq!(state.0, new.current_step().0 as f32);
             healed.store(true, Ordering::SeqCst);
             new.leave(soon()).unwrap();
         });
@@ -103,7 +103,7 @@ fn replicas_with_folders_of_their_own_train_and_heal() {
             step(&mut old, &mut state);
         }
     });
-    assert_eq!(state.0, old.current_step() as f32);
+    assert_eq!(state.0, old.current_step().0 as f32);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use ftcore::{GroupOptions, ReduceOp, Result, Step, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
 fn soon() -> Instant {
@@ -86,7 +86,7 @@ fn a_replica_that_joins_two_others_has_a_copy_made_by_each_and_ends_with_their_s
                     steps: 0.0,
                     saved: Arc::clone(&saved),
                 };
-                while m.current_step() < 3 {
+                while m.current_step() < Step(3) {
                     step(&mut m, &mut state);
                 }
                 let before = saved.load(Ordering::SeqCst);
@@ -94,7 +94,7 @@ fn a_replica_that_joins_two_others_has_a_copy_made_by_each_and_ends_with_their_s
                 while !joined.load(Ordering::SeqCst) {
                     step(&mut m, &mut state);
                 }
-                assert_eq!(state.steps, m.current_step() as f32);
+                assert_eq!(state.steps, m.current_step().0 as f32);
                 m.leave(soon()).unwrap();
                 saved.load(Ordering::SeqCst) - before
             })
@@ -117,7 +117,7 @@ fn a_replica_that_joins_two_others_has_a_copy_made_by_each_and_ends_with_their_s
             }
             let _ = new.should_commit(soon()).unwrap();
         };
-        assert_eq!(state.steps, new.current_step() as f32);
+        assert_eq!(state.steps, new.current_step().0 as f32);
         assert!(state.frozen == frozen(2.0), "the weights are not the sources'");
         assert!(healed.bytes > 400_000, "{healed:?}");
         joined.store(true, Ordering::SeqCst);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{GroupOptions, InMemoryStore, ReduceOp, Result, Store, Tensor, deadline_in};
+use ftcore::{GroupOptions, InMemoryStore, ReduceOp, Result, Step, Store, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
 const KEY_MANAGER: &str = "oxccl/manager_address";
@@ -133,7 +133,7 @@ fn a_vote_whose_answer_was_lost_is_cast_again_and_the_ranks_stay_at_one_step() {
         line.cut();
         assert!(vote.join().unwrap().unwrap());
     });
-    assert_eq!((first.current_step(), second.current_step()), (1, 1));
+    assert_eq!((first.current_step(), second.current_step()), (Step(1), Step(1)));
     std::thread::scope(|scope| {
         let next = scope.spawn(|| {
             begin(&mut second);

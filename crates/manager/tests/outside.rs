@@ -96,7 +96,7 @@ fn members_go_on_committing_while_a_joiner_takes_its_state_and_it_ends_as_one_of
                         commits.fetch_add(1, Ordering::SeqCst);
                     }
                 }
-                assert_eq!(state.steps, m.current_step() as f32);
+                assert_eq!(state.steps, m.current_step().0 as f32);
                 m.leave(soon()).unwrap();
             })
         });
@@ -110,7 +110,7 @@ fn members_go_on_committing_while_a_joiner_takes_its_state_and_it_ends_as_one_of
         for _ in 0..3 {
             while run(&mut new, &mut state) != Some(3) {}
         }
-        assert_eq!(state.steps, new.current_step() as f32);
+        assert_eq!(state.steps, new.current_step().0 as f32);
         assert!(
             state.loads > 1,
             "the steps that it missed meanwhile were taken as a change of the state"

@@ -234,7 +234,7 @@ fn a_spare_fetches_over_http_and_takes_the_last_change_over_the_group() {
         }
         // As a spare, which is in no group, and as a member.
         assert!(state.loads > 1, "{}", state.loads);
-        assert_eq!((state.own, state.steps), (2.0, new.current_step() as f32));
+        assert_eq!((state.own, state.steps), (2.0, new.current_step().0 as f32));
         stop.store(true, Ordering::SeqCst);
         new.leave(soon()).unwrap();
         for handle in old {
@@ -284,7 +284,7 @@ fn both_ranks_of_a_replica_heal_over_their_own_group_from_the_same_source() {
                     // Parts of a state may be a replica's own: after the initial sync they are again.
                     state.own = own + rank as f32 / 10.0;
                     // Ranks of one replica stop together, after a step that both know.
-                    while !(stop.load(Ordering::SeqCst) && m.current_step() % 50 == 0) {
+                    while !(stop.load(Ordering::SeqCst) && m.current_step().0 % 50 == 0) {
                         if step(&mut m, &mut state).unwrap().is_some() {
                             commits.fetch_add(1, Ordering::SeqCst);
                         }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus};
 use ftcore::{
-    Error, ErrorKind, GroupOptions, ReduceOp, Result, TcpStore, TcpStoreServer, Tensor, deadline_in,
+    Error, ErrorKind, GroupOptions, ReduceOp, Result, Step, TcpStore, TcpStoreServer, Tensor, deadline_in,
     time_left,
 };
 use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
@@ -102,7 +102,7 @@ fn a_process_of_a_rank() {
     let mut state = Number(0.0);
     let mut paused = false;
     let error = loop {
-        if m.current_step() >= PAUSE && !paused {
+        if m.current_step() >= Step(PAUSE) && !paused {
             paused = true;
             match at_pause {
                 "hang" => {
@@ -338,7 +338,7 @@ fn a_rank_whose_training_thread_hangs_takes_its_replica_out_by_name_and_comes_ba
 /// What a replica saw of one attempt.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Attempt {
-    step: i64,
+    step: Step,
     members: usize,
     contributors: u32,
     committed: bool,
@@ -393,7 +393,7 @@ fn a_replica_that_healed_into_a_lost_step_does_not_weigh_in() {
         let until_healed = move |p: &Participation| {
             if p.members.len() == 3 && members_before.replace(3) < 3 {
                 has_healed.recv_timeout(TIME_LIMIT).unwrap();
-            } else if p.step > 2 {
+            } else if p.step > Step(2) {
                 let _ = running.send(());
             }
         };
@@ -408,7 +408,7 @@ fn a_replica_that_healed_into_a_lost_step_does_not_weigh_in() {
         (a.join().unwrap(), b.join().unwrap(), c)
     });
     let step = c[0].step;
-    assert!(step > 2 && !c[0].committed, "{c:?}");
+    assert!(step > Step(2) && !c[0].committed, "{c:?}");
     // Also in the second attempt c only has what the others gave it.
     for attempt in c.iter().filter(|attempt| attempt.step == step) {
         assert_eq!((attempt.members, attempt.contributors), (3, 2), "{c:?}");

@@ -18,8 +18,8 @@ use coordination::{
 };
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, Feature, GroupOptions,
-    InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor,
-    Work, Wrapper, deadline_in,
+    InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Step, Store, SubmitOptions,
+    Tensor, Work, Wrapper, deadline_in,
 };
 use oxccl_manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
@@ -139,7 +139,7 @@ fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
                 "{e}"
             );
             // Nothing was applied, so nothing counts as done, and no reduction or vote is possible.
-            assert_eq!((new.current_step(), state.value), (0, 77.0));
+            assert_eq!((new.current_step(), state.value), (Step(0), 77.0));
             let refused = new
                 .all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
                 .take();
@@ -153,7 +153,7 @@ fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
             let p = new.start_quorum(&mut state, soon()).unwrap();
             assert!(p.healed.is_some() && !p.contributes);
             assert_eq!(new.current_step(), p.step);
-            assert_eq!(state.value, p.step as f32);
+            assert_eq!(state.value, p.step.0 as f32);
             tx.send(()).unwrap();
             new.leave(soon()).unwrap();
         });
@@ -162,7 +162,7 @@ fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
             step(&mut old, &mut state, 1.0).unwrap();
         }
     });
-    assert_eq!(state.value, old.current_step() as f32);
+    assert_eq!(state.value, old.current_step().0 as f32);
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn a_dead_replica_costs_the_survivor_one_attempt_and_no_time_out() {
         step(&mut m, &mut state, 1.0).unwrap();
         let begun = Instant::now();
         let mut attempts = 0;
-        while m.current_step() < 2 {
+        while m.current_step() < Step(2) {
             attempts += 1;
             let _ = step(&mut m, &mut state, 1.0).unwrap();
         }
@@ -205,7 +205,7 @@ fn a_dead_replica_costs_the_survivor_one_attempt_and_no_time_out() {
 fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them() {
     let lighthouse = lighthouse(2);
     let url = lighthouse.address();
-    let mut ends: Vec<(u32, i64, f32, usize)> = std::thread::scope(|scope| {
+    let mut ends: Vec<(u32, Step, f32, usize)> = std::thread::scope(|scope| {
         let mut handles = Vec::new();
         for replica in 0..2u32 {
             let meet = Arc::new(InMemoryStore::new());
@@ -223,16 +223,16 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
                     };
                     let mut heals = 0;
                     let mut spoiled = false;
-                    while m.current_step() < 6 {
+                    while m.current_step() < Step(6) {
                         let p = m.start_quorum(&mut state, soon()).unwrap();
-                        heals += usize::from(p.healed.is_some() && p.step > 0);
+                        heals += usize::from(p.healed.is_some() && p.step > Step(0));
                         // The ranks of a replica reduce different things, each with its counterpart.
                         let work = m.all_reduce(
                             vec![Tensor::from_vec(vec![group_rank as f32 + 1.0; 64])],
                             ReduceOp::Avg,
                         );
                         let sum = work.take();
-                        if p.step == 3
+                        if p.step == Step(3)
                             && (replica, group_rank) == (0, 1)
                             && !std::mem::replace(&mut spoiled, true)
                         {
@@ -259,7 +259,11 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
     });
     ends.sort_by(|a, b| a.partial_cmp(b).unwrap());
     for (group_rank, step, value, _) in &ends {
-        assert_eq!((*step, *value), (6, 6.0 * (*group_rank as f32 + 1.0)), "{ends:?}");
+        assert_eq!(
+            (*step, *value),
+            (Step(6), 6.0 * (*group_rank as f32 + 1.0)),
+            "{ends:?}"
+        );
     }
     // Either the other replica had committed, and both ranks of this one healed, also the one that had voted yes; or the
     // reported error reached it in time, and both replicas did the step again. Never one rank alone.
@@ -327,7 +331,7 @@ fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other
                         if let Err(e) = m.start_quorum(&mut state, far()) {
                             break e;
                         }
-                        if (replica, group_rank, m.current_step()) == (1, 1, 2) {
+                        if (replica, group_rank, m.current_step()) == (1, 1, Step(2)) {
                             m.report_error(Error::unsupported("no such sum here"));
                         } else {
                             let _ = m
@@ -344,7 +348,7 @@ fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other
                             return;
                         }
                     };
-                    assert_eq!((replica, m.current_step()), (1, 2), "{error}");
+                    assert_eq!((replica, m.current_step()), (1, Step(2)), "{error}");
                     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
                     assert!(error.to_string().contains("no such sum here"), "{error}");
                     assert_eq!(
@@ -698,7 +702,7 @@ fn an_epoch_that_breaks_while_the_quorum_is_asked_for_is_given_up_with_its_cause
             let lost = Error::new(ErrorKind::PeerLost, "the cable was pulled").with_peer(1);
             *broken.1.lock().unwrap() = Some(lost);
             let second = ask(QuorumRequest {
-                step: 1,
+                step: Step(1),
                 init_sync: true,
                 last_quorum_id: first.quorum_id,
                 ..QuorumRequest::default()

@@ -35,7 +35,7 @@ fn main() -> Result<()> {
         Ok(())
     };
     ddp.train(&mut part, gradients, update, |step| {
-        if step.step % 100 == 0 || step.healed.is_some() {
+        if step.step.0 % 100 == 0 || step.healed.is_some() {
             println!("{step}")
         }
     })?;

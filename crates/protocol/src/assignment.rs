@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 
 use crate::lineage::Lineage;
 use crate::member::{Member, Quorum, listed};
@@ -47,7 +47,7 @@ pub struct QuorumResult {
     /// The store through which the ranks with this group rank meet (`host:port`).
     pub store_address: String,
     /// The highest step of a member.
-    pub max_step: i64,
+    pub max_step: Step,
     /// The replica's place among the members that are up to date; `None` if it is behind.
     pub max_replica_rank: Option<u32>,
     /// The number of members that are up to date.
@@ -91,7 +91,7 @@ pub struct QuorumResult {
 }
 
 /// The lineage that counts at `max_step`: the one that most members hold, the lowest id's in a tie.
-fn reference_lineage(members: &[&Member], max_step: i64) -> String {
+fn reference_lineage(members: &[&Member], max_step: Step) -> String {
     // In order of ids, so that the first to reach a count is the one with the lowest id.
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     let told = || {
@@ -154,7 +154,7 @@ struct Shape {
 /// What all members are told alike.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Shared {
-    max_step: i64,
+    max_step: Step,
     commit_failures: i64,
     batches_committed: i64,
     lineage: String,
@@ -175,9 +175,9 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
         }
         let members: Vec<&Member> = order.iter().filter_map(|&i| all.get(i)).collect();
         rank(members.len())?;
-        let max_step = members.iter().map(|m| m.step).max().unwrap_or(0);
+        let max_step = members.iter().map(|m| m.step).max().unwrap_or_default();
         let lineage = reference_lineage(&members, max_step);
-        let initial = init_sync && max_step == 0;
+        let initial = init_sync && max_step == Step(0);
         // After the first commit an old peer that tells no history counts as current; before it, it may hold anything.
         let is_current = |m: &Member| {
             let untold = m.lineage.is_empty() && !initial;

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 
 use crate::quorum::Ticket;
 
@@ -19,7 +19,7 @@ pub struct VoteKey {
     /// The epoch; 0 from clients that do not tell it.
     pub quorum_id: i64,
     /// The step.
-    pub step: i64,
+    pub step: Step,
     /// The number of the try at this step and epoch, as the ranks count it.
     pub attempt: i64,
 }
@@ -197,7 +197,7 @@ mod tests {
     fn key(quorum_id: i64, step: i64, attempt: i64) -> VoteKey {
         VoteKey {
             quorum_id,
-            step,
+            step: Step(step),
             attempt,
         }
     }

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 
 use crate::member::Joining;
 use crate::quorum::Ticket;
@@ -16,7 +16,7 @@ use crate::told::Told;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RankRequest {
     /// The step of its state.
-    pub step: i64,
+    pub step: Step,
     /// No newcomers, please.
     pub shrink_only: bool,
     /// At step 0, take the state of one replica.
@@ -245,7 +245,7 @@ impl GatherState {
         if is_torn {
             // A rank has not applied, or not fetched, what the others have. The replica as a whole holds no step: it comes as one that has
             // nothing, and heals on all its ranks.
-            request.step = 0;
+            request.step = Step(0);
             request.lineage.clear();
             request.healed = false;
             request.batches_committed = 0;
@@ -274,7 +274,7 @@ mod tests {
 
     fn at(step: i64) -> RankRequest {
         RankRequest {
-            step,
+            step: Step(step),
             ..RankRequest::default()
         }
     }
@@ -292,7 +292,7 @@ mod tests {
         assert!(s.ask(1, at(4), 11).is_empty());
         assert_eq!(s.missing(), vec![0]);
         let (call, request) = asked(&s.ask(0, at(4), 10)).unwrap();
-        assert_eq!(request.step, 4);
+        assert_eq!(request.step, Step(4));
         let quorum = Told::Members(Arc::new(Quorum::default()));
         let tickets: Vec<_> = s
             .answered(call, Ok(quorum))
@@ -360,7 +360,7 @@ mod tests {
             s.ask(0, a.clone(), 1);
             let (_, request) = asked(&s.ask(1, b.clone(), 2)).unwrap();
             let expected = if torn { (0, "", 1) } else { (4, "a", 0) };
-            let got = (request.step, request.lineage.as_str(), request.commit_failures);
+            let got = (request.step.0, request.lineage.as_str(), request.commit_failures);
             assert_eq!(got, expected, "{a:?} {b:?}");
         }
     }
@@ -499,7 +499,7 @@ mod tests {
             matches!(actions[1], GatherAction::Reject { ticket: 1, .. }),
             "{actions:?}"
         );
-        assert_eq!(asked(&actions).unwrap().1.step, 5);
+        assert_eq!(asked(&actions).unwrap().1.step, Step(5));
         assert!(matches!(
             s.ask(1, at(5), 3)[..],
             [GatherAction::Reject { ticket: 3, .. }]

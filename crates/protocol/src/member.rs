@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use ftcore::Step;
+
 /// A replica id, shared by those that keep it.
 pub(crate) type Id = Arc<str>;
 
@@ -19,7 +21,7 @@ pub struct Member {
     /// Where its key-value store listens (`host:port`), through which a group may meet.
     pub store_address: String,
     /// The step of its state.
-    pub step: i64,
+    pub step: Step,
     /// The number of ranks in the replica.
     pub world_size: u64,
     /// As a member of the last quorum, asks for one without newcomers.

@@ -32,7 +32,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 
 use crate::member::{AbortEpoch, Id, Quorum};
 use record::Job;
@@ -67,7 +67,7 @@ pub struct LighthouseState {
     quorum_id: i64,
     previous: Option<Arc<Quorum>>,
     /// The highest step of a member of the last quorum; nothing before the first one of this lighthouse.
-    frontier: Option<i64>,
+    frontier: Option<Step>,
     /// Since when members cannot go on without the spares that wait.
     spares_asked_for: Option<Instant>,
     /// The abort of the present epoch, for members that reattach after the push.

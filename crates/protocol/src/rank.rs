@@ -10,7 +10,7 @@
 //! - *The world's*: a member died, a connection broke, a deadline passed. The attempt is lost, and the same step is done
 //!   again in the next quorum ([`Next::Lost`]).
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 
 use crate::assignment::QuorumResult;
 use crate::commit::VoteKey;
@@ -68,10 +68,10 @@ pub enum Next {
 #[derive(Debug, Clone)]
 pub struct Rank {
     rules: RankRules,
-    step: i64,
+    step: Step,
     lineage: Lineage,
     /// The step into which the state was fetched from a peer.
-    healed_into: Option<i64>,
+    healed_into: Option<Step>,
     /// The replica was to take a state over at the very step of this rank's, and this rank did not: the other ranks may hold another
     /// source's by now.
     is_left_behind: bool,
@@ -107,7 +107,7 @@ impl Rank {
     pub fn new(rules: RankRules) -> Self {
         Self {
             rules,
-            step: 0,
+            step: Step(0),
             lineage: Lineage::default(),
             healed_into: None,
             is_left_behind: false,
@@ -133,7 +133,7 @@ impl Rank {
     }
 
     /// The step that the state is of.
-    pub fn step(&self) -> i64 {
+    pub fn step(&self) -> Step {
         self.step
     }
 
@@ -186,7 +186,7 @@ impl Rank {
     }
 
     /// Takes up a state that was loaded before the first quorum. Errors: `InvalidState` after it.
-    pub fn restore(&mut self, step: i64, lineage: Lineage, batches_committed: i64) -> Result<(), Error> {
+    pub fn restore(&mut self, step: Step, lineage: Lineage, batches_committed: i64) -> Result<(), Error> {
         if self.epoch.is_some() {
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -234,7 +234,7 @@ impl Rank {
         self.questions += 1;
         let holds_nothing = self.is_left_behind;
         RankRequest {
-            step: if holds_nothing { 0 } else { self.step },
+            step: if holds_nothing { Step(0) } else { self.step },
             shrink_only: self.shrink_only,
             init_sync: self.rules.init_sync,
             // A broken group needs a new epoch even if no vote was lost over it.
@@ -294,7 +294,7 @@ impl Rank {
         let publish = !answer.serves_replica_ranks.is_empty() || answer.serves_spares;
         let keep = answer.keeps_snapshot;
         // The source of an initial sync holds the initial state from now on, as those do that heal from it.
-        let initial = self.step == 0 && answer.max_step == 0 && self.lineage.as_str().is_empty();
+        let initial = self.step == Step(0) && answer.max_step == Step(0) && self.lineage.as_str().is_empty();
         if initial && !answer.heal {
             self.lineage = Lineage::from_peer(answer.lineage.clone());
         }

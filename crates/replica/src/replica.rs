@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::state_dict::StateDict;
-use ftcore::{DType, ReduceOp, Result, Tensor, Traffic};
+use ftcore::{DType, ReduceOp, Result, Step, Tensor, Traffic};
 
 use crate::ManagedWork;
 
@@ -50,7 +50,7 @@ pub struct Participation {
     /// The epoch (quorum id) of this configuration.
     pub epoch: i64,
     /// The step that this quorum works on, after healing.
-    pub step: i64,
+    pub step: Step,
     /// This replica's rank among the members.
     pub replica_rank: u32,
     /// The number of members, healing ones included.
@@ -137,7 +137,7 @@ impl fmt::Display for Healed {
 /// `step 7 by 1 replica, after 1 failed attempt, healed from replica rank 1 (800 bytes in 4 ms)`.
 pub fn write_commit(
     f: &mut fmt::Formatter<'_>,
-    step: i64,
+    step: Step,
     contributors: u32,
     failed_attempts: u32,
     healed: Option<&Healed>,
@@ -230,7 +230,7 @@ pub trait Replica {
     fn should_commit(&mut self, deadline: Instant) -> Result<bool>;
 
     /// The number of steps committed (or healed to).
-    fn current_step(&self) -> i64;
+    fn current_step(&self) -> Step;
 
     /// How many batches led to the state, over all replicas: each committed step that reduced something counts one for each of its
     /// contributors. A replica that heals takes the number over with the state.
@@ -273,7 +273,7 @@ mod tests {
 
     impl fmt::Display for Told {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write_commit(f, 7, self.0, self.1, self.2.as_ref())
+            write_commit(f, Step(7), self.0, self.1, self.2.as_ref())
         }
     }
 

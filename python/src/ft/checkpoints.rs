@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use oxccl::checkpoint::{self, Search, Series, StateDict, Writer};
-use oxccl::core::{Error, Result};
+use oxccl::core::{Error, Result, Step};
 use pyo3::prelude::*;
 
 use crate::errors::{self, Raise};
@@ -35,7 +35,7 @@ impl Disk {
     }
 
     pub(crate) fn offer(&self, step: i64, lineage: &str, state: StateDict) -> bool {
-        self.writer.offer(step, lineage, state)
+        self.writer.offer(Step(step), lineage, state)
     }
 
     /// The checkpoint that all replicas with checkpoints in this folder can go on from.
@@ -92,7 +92,7 @@ impl PyCheckpoints {
                 match outcome {
                     Ok(written) => {
                         *ended = Ended {
-                            step: Some(written.step),
+                            step: Some(written.step.0),
                             error: None,
                         }
                     }

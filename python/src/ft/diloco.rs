@@ -37,7 +37,7 @@ pub(crate) struct Round {
 impl From<RoundReport> for Round {
     fn from(r: RoundReport) -> Self {
         Self {
-            step: r.step,
+            step: r.step.0,
             epoch: r.epoch,
             members: r.members,
             contributors: r.contributors,
@@ -209,7 +209,7 @@ impl PyDiloco {
             let (lineage, batches) =
                 core.within(|m| Ok((m.lineage().as_str().to_owned(), m.batches_committed())))?;
             saved.set_metadata(BATCHES, batches.to_string());
-            Ok(disk.offer(run.step(), &lineage, saved))
+            Ok(disk.offer(run.step().0, &lineage, saved))
         })
     }
 
@@ -241,7 +241,7 @@ impl PyDiloco {
             let lineage = Lineage::from_peer(found.lineage);
             core.within(|m| m.restore(found.step, lineage, batches.unwrap_or_default()))?;
             run.restore(&found.state, state)?;
-            Ok((Some(found.step), damaged))
+            Ok((Some(found.step.0), damaged))
         })
     }
 
@@ -258,7 +258,7 @@ impl PyDiloco {
     /// The number of rounds that have committed, the first synchronisation included.
     #[getter]
     fn step(&self) -> i64 {
-        self.run.lock().unwrap_or_else(PoisonError::into_inner).step()
+        self.run.lock().unwrap_or_else(PoisonError::into_inner).step().0
     }
 }
 

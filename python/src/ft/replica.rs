@@ -108,8 +108,11 @@ impl Replica for Shared {
         self.0.within(|m| m.should_commit(deadline))
     }
 
-    fn current_step(&self) -> i64 {
-        self.0.lock().as_ref().map_or(0, Replica::current_step)
+    fn current_step(&self) -> core::Step {
+        self.0
+            .lock()
+            .as_ref()
+            .map_or(core::Step(0), Replica::current_step)
     }
 
     fn batches_committed(&self) -> i64 {
@@ -175,7 +178,7 @@ impl From<manager::Participation> for Participation {
     fn from(p: manager::Participation) -> Self {
         Self {
             epoch: p.epoch,
-            step: p.step,
+            step: p.step.0,
             replica_rank: p.replica_rank,
             replica_world_size: p.replica_world_size,
             contributor_rank: p.contributor_rank.filter(|_| p.contributes),
@@ -382,7 +385,7 @@ impl PyReplica {
     #[getter]
     fn current_step(&self, py: Python<'_>) -> PyResult<i64> {
         self.at_home(py)?;
-        self.core.with(|m| Ok(m.current_step())).or_raise(py)
+        self.core.with(|m| Ok(m.current_step().0)).or_raise(py)
     }
 
     #[getter]
@@ -412,7 +415,7 @@ impl PyReplica {
         self.at_home(py)?;
         let lineage = Lineage::from_peer(lineage);
         self.core
-            .with(|m| m.restore(step, lineage, batches_committed))
+            .with(|m| m.restore(core::Step(step), lineage, batches_committed))
             .or_raise(py)
     }
 

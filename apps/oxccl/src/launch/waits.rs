@@ -68,6 +68,7 @@ impl Waits {
 #[cfg(test)]
 mod tests {
     use oxccl::coordination::{LighthouseConfig, LighthouseServer, Member};
+    use oxccl::core::Step;
 
     use super::*;
 
@@ -93,7 +94,7 @@ mod tests {
             replica_id: "a:1".into(),
             address: "http://a:1".into(),
             store_address: "127.0.0.1:1".into(),
-            step: 1,
+            step: Step(1),
             world_size: 1,
             ..Member::default()
         };

@@ -136,16 +136,16 @@ fn train(replica: usize, lighthouses: &str, last: &AtomicI64, says: &Sender<Comm
     let mut manager = Manager::new(Arc::new(group), config)?;
     let mut state = Sum(0.0);
     let mut heals = 0;
-    while manager.current_step() < last.load(Ordering::Relaxed) {
+    while manager.current_step().0 < last.load(Ordering::Relaxed) {
         let participation = manager.start_quorum(&mut state, soon())?;
         heals += usize::from(participation.healed.is_some());
-        let own = (manager.current_step() % 7) as f32;
+        let own = (manager.current_step().0 % 7) as f32;
         let work = manager.all_reduce(vec![Tensor::from_vec(vec![own; 10])], ReduceOp::Avg);
         if manager.should_commit(soon())? {
             state.0 += work.take()?.into_tensor()?.as_slice::<f32>()?[0];
             let _ = says.send(Commit {
                 replica,
-                step: manager.current_step(),
+                step: manager.current_step().0,
                 epoch: participation.epoch,
                 sum: state.0,
                 at: Instant::now(),

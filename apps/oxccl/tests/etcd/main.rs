@@ -15,6 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use oxccl::coordination::{LighthouseClient, Member, Quorum};
+use oxccl::core::Step;
 use oxccl::core::{ErrorKind, Result};
 use rustix::process::Signal;
 
@@ -40,7 +41,7 @@ fn member(id: &str, step: i64, last: i64) -> Member {
         replica_id: format!("{id}:1"),
         address: format!("http://127.0.0.1:{}", 7000 + id.len()),
         store_address: "127.0.0.1:1".into(),
-        step,
+        step: Step(step),
         world_size: 1,
         last_quorum_id: last,
         ..Member::default()

@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         |params: &mut ParamSet, _: &_| params.gradients_of(model.forward(&x).and_then(|out| mse(&out, &y)));
     let update = |params: &mut ParamSet, mean: &[Vec<f32>]| params.descend(mean, 0.1);
     ddp.train(&mut params, gradients, update, |step| {
-        if step.step % 1000 == 0 || step.healed.is_some() {
+        if step.step.0 % 1000 == 0 || step.healed.is_some() {
             println!("{step}")
         }
     })?;

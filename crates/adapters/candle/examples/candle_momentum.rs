@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         })
     };
     ddp.train(&mut state, gradients, update, |step| {
-        if step.step % 1000 == 0 || step.healed.is_some() {
+        if step.step.0 % 1000 == 0 || step.healed.is_some() {
             println!("{step}")
         }
     })?;

@@ -394,7 +394,7 @@ impl Download {
             return;
         }
         tracing::warn!(
-            step = self.wanted.step,
+            step = %self.wanted.step,
             "a request to a checkpoint source failed: {e}"
         );
         let may_pass = matches!(e.kind(), ErrorKind::PeerLost | ErrorKind::Unavailable);
@@ -414,7 +414,7 @@ impl Download {
 
     /// A source is not asked again in this download. What it sent before and fitted its hash stays.
     fn lose(&mut self, from: usize, e: Error) {
-        tracing::warn!(step = self.wanted.step, "checkpoint source given up: {e}");
+        tracing::warn!(step = %self.wanted.step, "checkpoint source given up: {e}");
         for request in self.requests.values().filter(|r| r.peer == from) {
             request.cancel.notify_one();
         }

@@ -10,7 +10,7 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result, Step, time_left};
 use identity::{Party, Role, name_of};
 
 use crate::{SnapshotId, StateDict};
@@ -161,7 +161,7 @@ pub struct Fetch {
     /// The peers that have it, the preferred one first.
     pub sources: Vec<CheckpointSource>,
     /// The step.
-    pub step: i64,
+    pub step: Step,
     /// The epoch in which the snapshot is taken; `None`: any.
     pub epoch: Option<i64>,
     /// The history that led to it; `None`: any.
@@ -195,7 +195,7 @@ pub struct Fetched {
 
 impl Fetch {
     /// `step` from `sources`, whatever its epoch and history.
-    pub fn step(step: i64, sources: Vec<CheckpointSource>) -> Self {
+    pub fn step(step: Step, sources: Vec<CheckpointSource>) -> Self {
         Self {
             sources,
             step,
@@ -226,7 +226,7 @@ impl Fetch {
     /// What came before a failure goes to `kept`. Nothing else of the caller's is changed: its step advances when it has applied the state (INV-5).
     pub fn run(self, deadline: Instant, options: &FetchOptions) -> Result<Fetched> {
         options.check()?;
-        if self.sources.is_empty() || self.step < 0 {
+        if self.sources.is_empty() || self.step < Step(0) {
             return Err(Error::invalid(format!(
                 "fetching step {} from {} sources",
                 self.step,
@@ -278,14 +278,14 @@ impl Fetch {
 
 /// Downloads the state of `step` from `sources` (the [`crate::HttpTransport::metadata`] of peers), see [`Fetch::run`]; returns
 /// the epoch in which it was taken, and the state.
-pub fn fetch(sources: &[String], step: i64, deadline: Instant) -> Result<(i64, StateDict)> {
+pub fn fetch(sources: &[String], step: Step, deadline: Instant) -> Result<(i64, StateDict)> {
     fetch_with(sources, step, deadline, &FetchOptions::default())
 }
 
 /// [`fetch`] with other limits.
 pub fn fetch_with(
     sources: &[String],
-    step: i64,
+    step: Step,
     deadline: Instant,
     options: &FetchOptions,
 ) -> Result<(i64, StateDict)> {
@@ -304,9 +304,12 @@ mod tests {
         let header = br#"{"a":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}}"#;
         let head = [&(header.len() as u64).to_le_bytes()[..], header].concat();
         let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-        server.publish(Snapshot::of_raw_parts(5, vec![head.into(), vec![0; 8].into()]));
+        server.publish(Snapshot::of_raw_parts(
+            Step(5),
+            vec![head.into(), vec![0; 8].into()],
+        ));
         let deadline = Instant::now() + Duration::from_secs(60);
-        let e = fetch(&[server.metadata()], 5, deadline).unwrap_err();
+        let e = fetch(&[server.metadata()], Step(5), deadline).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
         assert!(
             e.message().contains("'a'") && e.message().contains(&server.metadata()),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blake3::{Hash, Hasher};
 use bytes::BytesMut;
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use hyper::{StatusCode, Uri};
 use identity::{Party, Role};
 use tokio::net::TcpStream;
@@ -40,7 +40,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Which state is wanted; `None`: any.
 #[derive(Debug, Clone)]
 pub(super) struct Wanted {
-    pub(super) step: i64,
+    pub(super) step: Step,
     pub(super) epoch: Option<i64>,
     pub(super) lineage: Option<String>,
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use ftcore::{
-    Collective, DType, Error, ErrorKind, ProcessGroup, ProcessGroupExt, Result, Status, SubmitOptions,
+    Collective, DType, Error, ErrorKind, ProcessGroup, ProcessGroupExt, Result, Status, Step, SubmitOptions,
     Tensor, Work, deadline_in, time_left,
 };
 
@@ -63,7 +63,7 @@ pub struct GroupFetch<'a> {
     /// The members that have it, the preferred one first. Each is told whether it is the one.
     pub sources: Vec<GroupSource>,
     /// The step.
-    pub step: i64,
+    pub step: Step,
     /// The epoch in which the snapshot is taken.
     pub epoch: i64,
     /// The history that led to it; `None`: any.
@@ -99,7 +99,7 @@ impl GroupFetch<'_> {
     }
 
     fn fetch(&self, deadline: Instant, options: &FetchOptions) -> Result<Fetched> {
-        if self.sources.is_empty() || self.step < 0 {
+        if self.sources.is_empty() || self.step < Step(0) {
             return Err(Error::invalid(format!(
                 "fetching step {} from {} sources",
                 self.step,
@@ -116,7 +116,7 @@ impl GroupFetch<'_> {
             match self.ask(source, deadline)? {
                 Ok(manifest_bytes) => break (place, source, manifest_bytes),
                 Err(other) => {
-                    tracing::warn!(step = self.step, "checkpoint source given up: {other}");
+                    tracing::warn!(step = %self.step, "checkpoint source given up: {other}");
                     lost.insert(place, other);
                 }
             }

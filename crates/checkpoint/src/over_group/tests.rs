@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use backend_gloo::GlooGroup;
 use ftcore::{
-    Configuration, Epoch, ErrorKind, GroupOptions, InMemoryStore, ProcessGroupExt, ReduceOp, Store, Tensor,
-    deadline_in,
+    Configuration, Epoch, ErrorKind, GroupOptions, InMemoryStore, ProcessGroupExt, ReduceOp, Step, Store,
+    Tensor, deadline_in,
 };
 
 use super::*;
@@ -73,7 +73,7 @@ fn state(own: f32) -> StateDict {
 
 fn id(epoch: i64) -> SnapshotId {
     SnapshotId {
-        step: 5,
+        step: Step(5),
         epoch,
         lineage: "ab".into(),
     }
@@ -91,7 +91,7 @@ fn fetch<'a>(group: &'a GlooGroup, sources: u32) -> GroupFetch<'a> {
     GroupFetch {
         group,
         sources: (0..sources).map(source).collect(),
-        step: 5,
+        step: Step(5),
         epoch: 9,
         lineage: Some("ab".into()),
         choice: None,
@@ -148,7 +148,10 @@ fn several_replicas_heal_from_one_source_at_once() {
 #[test]
 fn a_source_that_holds_another_step_epoch_or_lineage_is_named_and_the_next_one_asked() {
     let others = [
-        SnapshotId { step: 4, ..id(9) },
+        SnapshotId {
+            step: Step(4),
+            ..id(9)
+        },
         id(8),
         SnapshotId {
             lineage: "cd".into(),

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
-use ftcore::accept_failure;
+use ftcore::{Step, accept_failure};
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -339,7 +339,11 @@ fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(Asked, Part),
     let lineage = headers
         .get(LINEAGE_HEADER)
         .map(|text| String::from_utf8_lossy(text.as_bytes()).into_owned());
-    let asked = Asked { step, epoch, lineage };
+    let asked = Asked {
+        step: Step(step),
+        epoch,
+        lineage,
+    };
     Ok((asked, part))
 }
 

@@ -14,7 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::identity::may_listen;
-use ftcore::{Error, ErrorKind, Result, bracketed_host, raise_descriptor_limit, split_address, time_left};
+use ftcore::{
+    Error, ErrorKind, Result, Step, bracketed_host, raise_descriptor_limit, split_address, time_left,
+};
 use identity::{Acceptor, Party};
 use tokio::sync::watch;
 
@@ -197,7 +199,7 @@ impl HttpTransport {
     pub fn publish(&self, snapshot: Arc<Snapshot>) {
         let step = snapshot.step();
         if !self.serving.publish(snapshot) {
-            tracing::warn!(step, "snapshot not served: the checkpoint server was shut down");
+            tracing::warn!(%step, "snapshot not served: the checkpoint server was shut down");
         }
     }
 
@@ -207,7 +209,7 @@ impl HttpTransport {
     }
 
     /// The steps on offer to new readers, oldest publication first.
-    pub fn published_steps(&self) -> Vec<i64> {
+    pub fn published_steps(&self) -> Vec<Step> {
         self.serving.published_steps()
     }
 

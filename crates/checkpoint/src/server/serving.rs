@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blake3::Hash;
+use ftcore::Step;
 use tokio::sync::watch;
 
 use crate::{Snapshot, SnapshotId};
@@ -28,7 +29,7 @@ impl Entry {
         Arc::strong_count(&self.readers) > 1
     }
 
-    fn is(&self, step: i64, digest: Option<Hash>) -> bool {
+    fn is(&self, step: Step, digest: Option<Hash>) -> bool {
         self.snapshot.step() == step && digest.is_none_or(|d| self.snapshot.known_digest() == Some(d))
     }
 }
@@ -39,7 +40,7 @@ struct Table {
     published: VecDeque<Entry>,
     lingering: VecDeque<Entry>,
     /// The step published last, even if it was retired since.
-    last_step: Option<i64>,
+    last_step: Option<Step>,
     closed: bool,
 }
 
@@ -97,7 +98,7 @@ impl Part {
 /// Which snapshot is asked for; what is `None` does not matter to the reader.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Asked {
-    pub(super) step: i64,
+    pub(super) step: Step,
     pub(super) epoch: Option<i64>,
     pub(super) lineage: Option<String>,
 }
@@ -111,7 +112,7 @@ impl Asked {
 
     /// The difference to what is served, in terms that the reader asked in.
     fn instead_of(&self, served: Option<&SnapshotId>) -> String {
-        let say = |step: i64, epoch: Option<i64>, lineage: Option<&str>| {
+        let say = |step: Step, epoch: Option<i64>, lineage: Option<&str>| {
             let epoch = epoch.map_or(String::new(), |e| format!(" of epoch {e}"));
             let lineage = lineage.map_or(String::new(), |l| format!(" with lineage '{l}'"));
             format!("{step}{epoch}{lineage}")
@@ -212,7 +213,7 @@ impl Serving {
         });
     }
 
-    pub(super) fn published_steps(&self) -> Vec<i64> {
+    pub(super) fn published_steps(&self) -> Vec<Step> {
         self.table().published.iter().map(|e| e.snapshot.step()).collect()
     }
 
@@ -270,12 +271,12 @@ mod tests {
     use crate::StateDict;
 
     fn snapshot(step: i64) -> Arc<Snapshot> {
-        Snapshot::new(step, 1, &StateDict::new()).unwrap()
+        Snapshot::new(Step(step), 1, &StateDict::new()).unwrap()
     }
 
     fn of(step: i64) -> Asked {
         Asked {
-            step,
+            step: Step(step),
             ..Asked::default()
         }
     }
@@ -302,7 +303,7 @@ mod tests {
         for step in [3, 4, 5] {
             assert!(s.publish(snapshot(step)));
         }
-        assert_eq!(s.published_steps(), [4, 5]);
+        assert_eq!(s.published_steps(), [4, 5].map(Step));
         assert_eq!(text(&s, 3), "serving step 5, asked for 3");
         assert_eq!(text(&s, 6), "wait: serving step 5, asked for 6");
         s.retire();
@@ -344,9 +345,9 @@ mod tests {
         let digest = old.manifest().digest();
         s.publish(Arc::clone(&old));
         let reader = pin(&s, 7);
-        let new = Snapshot::new(7, 2, &StateDict::new()).unwrap();
+        let new = Snapshot::new(Step(7), 2, &StateDict::new()).unwrap();
         s.publish(Arc::clone(&new));
-        assert_eq!(s.published_steps(), [7]);
+        assert_eq!(s.published_steps(), [7].map(Step));
         let Lookup::Found(found, _) = s.lookup(&of(7), Some(Some(digest))) else {
             panic!("old is gone")
         };
@@ -373,14 +374,14 @@ mod tests {
     fn a_snapshot_of_an_earlier_epoch_is_waited_out_and_one_of_another_history_refused() {
         let s = Serving::default();
         let id = |epoch, lineage: &str| SnapshotId {
-            step: 7,
+            step: Step(7),
             epoch,
             lineage: lineage.into(),
         };
         let publish = |id| s.publish(Snapshot::of(id, StateDict::new(), 64).unwrap());
         let ask = |epoch, lineage: &str| {
             let asked = Asked {
-                step: 7,
+                step: Step(7),
                 epoch: Some(epoch),
                 lineage: Some(lineage.into()),
             };

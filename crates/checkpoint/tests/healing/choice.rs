@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Result};
+use ftcore::{ErrorKind, Result, Step};
 use oxccl_checkpoint::{
     CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, Reach, Snapshot, SourceChoice, StateDict,
 };
@@ -61,12 +61,12 @@ fn server() -> HttpTransport {
 }
 
 fn publish(server: &HttpTransport, own: f32) {
-    server.publish(Snapshot::new(5, 9, &model(own)).unwrap());
+    server.publish(Snapshot::new(Step(5), 9, &model(own)).unwrap());
 }
 
 fn fetch(servers: &[&HttpTransport], choice: Arc<dyn SourceChoice>, stall: Duration) -> Result<Fetched> {
     let sources = servers.iter().map(|s| CheckpointSource::at(s.metadata()));
-    let mut fetch = Fetch::step(5, sources.collect());
+    let mut fetch = Fetch::step(Step(5), sources.collect());
     fetch.are_equal = false;
     fetch.choice = Some(choice);
     let options = FetchOptions {
@@ -140,7 +140,7 @@ fn a_choice_that_this_rank_cannot_follow_ends_the_fetch_and_names_the_source() {
         CheckpointSource::at(has_it.metadata()),
         CheckpointSource::at(url.clone()),
     ];
-    let mut fetch = Fetch::step(5, sources);
+    let mut fetch = Fetch::step(Step(5), sources);
     fetch.are_equal = false;
     fetch.choice = Some(played(0, |_| Some(1)));
     let e = fetch

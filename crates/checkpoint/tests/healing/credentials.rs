@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result};
+use ftcore::{Credentials, Error, ErrorKind, Result, Step};
 use identity::{Party, Role};
 use oxccl_checkpoint::{
     CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, StateDict, TransportOptions,
@@ -45,7 +45,7 @@ fn fetch_as(party: Option<&Arc<Party>>, of: &str, url: String) -> Result<Fetched
         party: party.cloned(),
         ..FetchOptions::default()
     };
-    Fetch::step(5, vec![named.of_replica(of)]).run(long(), &options)
+    Fetch::step(Step(5), vec![named.of_replica(of)]).run(long(), &options)
 }
 
 fn is_told(error: &Error, parts: &[&str]) {
@@ -88,7 +88,7 @@ fn a_member_fetches_from_the_replica_that_was_named_and_from_no_other_source() {
         party: Some(me),
         ..FetchOptions::default()
     };
-    let fetched = Fetch::step(5, sources.map(named).into())
+    let fetched = Fetch::step(Step(5), sources.map(named).into())
         .run(long(), &options)
         .unwrap();
     assert_eq!(fetched.state, state(64, 1.0));
@@ -153,7 +153,7 @@ fn a_member_that_stops_reading_in_the_middle_loses_its_place_to_another() {
     let server = serving(&party(&own, "a"), options);
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(6, 9, &large, 32 << 20).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(6), 9, &large, 32 << 20).unwrap());
     let path = server.metadata();
     let path = path.get(path.find("/ckpt").unwrap()..).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread()

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict, fetch, fetch_with};
 
 use crate::fake_source::{Asked, FakeSource, Reply, honest, snapshot, state};
@@ -16,7 +16,7 @@ fn long() -> Instant {
 
 fn fails(source: &FakeSource, options: &FetchOptions) -> Error {
     let deadline = long();
-    let e = fetch_with(&[source.url()], 5, deadline, options).unwrap_err();
+    let e = fetch_with(&[source.url()], Step(5), deadline, options).unwrap_err();
     assert!(
         Instant::now() < deadline,
         "the error came with the deadline only: {e}"
@@ -69,7 +69,7 @@ fn a_source_that_sends_wrong_bytes_is_named_and_never_asked_again_while_another_
         };
         let sources = urls.iter().map(CheckpointSource::at).collect();
         let before = bad.requests();
-        let fetched = Fetch::step(5, sources)
+        let fetched = Fetch::step(Step(5), sources)
             .run(long(), &FetchOptions::default())
             .unwrap();
         assert_eq!((fetched.id.epoch, fetched.state), good());
@@ -100,7 +100,7 @@ fn a_chunk_that_was_wrong_once_is_not_asked_from_that_source_again() {
 #[test]
 fn a_chunk_that_is_wrong_everywhere_is_corrupt_and_names_source_and_chunk() {
     let (a, b) = (tampered(), tampered());
-    let e = fetch(&[a.url(), b.url()], 5, long()).unwrap_err();
+    let e = fetch(&[a.url(), b.url()], Step(5), long()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Corrupt);
     let text = e.to_string();
     assert!(
@@ -161,7 +161,10 @@ fn a_source_killed_in_the_middle_is_replaced_by_another() {
     let snap = snapshot(5, 64, 3.0);
     let dies = FakeSource::start(&snap, dies_late);
     let lives = FakeSource::start(&snap, |_, _| Reply::Honest);
-    assert_eq!(fetch(&[dies.url(), lives.url()], 5, long()).unwrap(), good());
+    assert_eq!(
+        fetch(&[dies.url(), lives.url()], Step(5), long()).unwrap(),
+        good()
+    );
 }
 
 #[test]
@@ -178,7 +181,7 @@ fn l31_a_source_that_hangs_does_not_hold_up_the_download_from_another() {
         ..FetchOptions::default()
     };
     assert_eq!(
-        fetch_with(&[hangs.url(), lives.url()], 5, long(), &options).unwrap(),
+        fetch_with(&[hangs.url(), lives.url()], Step(5), long(), &options).unwrap(),
         good()
     );
 }
@@ -195,7 +198,7 @@ fn a_source_that_hangs_alone_is_lost_after_the_stall_time_and_a_timeout_at_the_d
         ..FetchOptions::default()
     };
     assert_eq!(fails(&source, &options).kind(), ErrorKind::PeerLost);
-    let e = fetch(&[source.url()], 5, Instant::now() + Duration::from_secs(1)).unwrap_err();
+    let e = fetch(&[source.url()], Step(5), Instant::now() + Duration::from_secs(1)).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout);
     assert!(
         e.to_string().contains(&source.address()) && e.message().contains("chunks received"),
@@ -259,7 +262,7 @@ fn l03_a_manifest_of_another_step_is_refused() {
 fn a_manifest_that_fits_its_chunks_but_not_the_state_is_corrupt() {
     // All hashes are right; the bytes are not a state.
     let bytes = vec![7; 10_000];
-    let json = Manifest::of(5, 9, &bytes, 4096).to_json().unwrap();
+    let json = Manifest::of(Step(5), 9, &bytes, 4096).to_json().unwrap();
     let source = FakeSource::start(&snapshot(5, 64, 3.0), move |asked, _| {
         Reply::Body(match asked {
             Asked::Manifest => json.clone(),
@@ -295,7 +298,7 @@ fn two_sources_with_different_states_of_one_step_are_a_divergence_that_names_bot
         FakeSource::start(&b, |_, _| Reply::Honest),
     );
     for urls in [[one.url(), other.url()], [other.url(), one.url()]] {
-        let e = fetch(&urls, 5, long()).unwrap_err();
+        let e = fetch(&urls, Step(5), long()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
         let text = e.to_string();
         for part in [
@@ -330,7 +333,7 @@ fn a_source_whose_manifest_comes_last_still_contradicts_a_state_that_is_complete
         }
         Reply::Honest
     });
-    let e = fetch(&[first.url(), late.url()], 5, long()).unwrap_err();
+    let e = fetch(&[first.url(), late.url()], Step(5), long()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
     assert!(e.message().contains("different states"), "{e}");
 }
@@ -355,24 +358,27 @@ fn chunks_received_before_a_source_died_are_kept_when_the_next_one_shares_them()
         }
         Reply::Honest
     });
-    assert_eq!(fetch(&[dies.url(), next.url()], 5, long()).unwrap(), good());
+    assert_eq!(fetch(&[dies.url(), next.url()], Step(5), long()).unwrap(), good());
     assert!(next.sent() < total, "{} of {total} bytes", next.sent());
 }
 
 #[test]
 fn a_peers_url_that_is_none_is_the_peers_fault_and_no_matter_if_another_source_helps() {
     for url in ["<n/a>", "", "ftp://a/b", "http://:0/x", "http://a b/"] {
-        let e = fetch(&[url.into()], 5, long()).unwrap_err();
+        let e = fetch(&[url.into()], Step(5), long()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{url}: {e}");
         assert!(e.to_string().contains(&format!("'{url}'")), "{e}");
     }
     // Only what the caller itself said is a wrong argument.
     for (sources, step) in [(vec![], 5), (vec!["http://a/b".into()], -1)] {
-        let e = fetch(&sources, step, long()).unwrap_err();
+        let e = fetch(&sources, Step(step), long()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
     }
     let source = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
-    assert_eq!(fetch(&["<n/a>".into(), source.url()], 5, long()).unwrap(), good());
+    assert_eq!(
+        fetch(&["<n/a>".into(), source.url()], Step(5), long()).unwrap(),
+        good()
+    );
 }
 
 #[test]
@@ -382,7 +388,7 @@ fn a_source_that_cannot_be_found_is_named_and_holds_up_no_other() {
             Err(Error::new(ErrorKind::InvalidArgument, "rank not found"))
         })
     };
-    let e = Fetch::step(5, vec![lost()])
+    let e = Fetch::step(Step(5), vec![lost()])
         .run(long(), &FetchOptions::default())
         .unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
@@ -398,7 +404,7 @@ fn a_source_that_cannot_be_found_is_named_and_holds_up_no_other() {
     });
     let source = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
     let sources = vec![lost(), slow, CheckpointSource::at(source.url())];
-    let fetched = Fetch::step(5, sources)
+    let fetched = Fetch::step(Step(5), sources)
         .run(long(), &FetchOptions::default())
         .unwrap();
     assert_eq!(fetched.state, good().1);
@@ -415,7 +421,7 @@ fn a_connection_that_breaks_again_and_again_is_resumed_and_nothing_is_sent_twice
         Asked::Chunks(all) if all.len() > 1 => Reply::Cut(6000),
         _ => Reply::Honest,
     });
-    let (_, got) = fetch(&[source.url()], 5, long()).unwrap();
+    let (_, got) = fetch(&[source.url()], Step(5), long()).unwrap();
     assert_eq!(got, state(512, 3.0));
     assert!(source.sent() < 2 * total, "{} of {total} bytes", source.sent());
 }
@@ -439,7 +445,7 @@ fn a_slow_source_brings_less_than_a_fast_one() {
         .iter()
         .map(CheckpointSource::at)
         .collect();
-    let fetched = Fetch::step(5, sources)
+    let fetched = Fetch::step(Step(5), sources)
         .run(long(), &FetchOptions::default())
         .unwrap();
     assert_eq!(fetched.state, state(2048, 3.0));

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ftcore::ErrorKind;
+use ftcore::{ErrorKind, Step};
 use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Kept, Snapshot};
 
 use crate::fake_source::state;
@@ -26,7 +26,7 @@ fn child_that_serves() {
         return;
     }
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(5, 9, &state(KIB, 3.0), 64 << 10).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &state(KIB, 3.0), 64 << 10).unwrap());
     println!("\nserving {}", server.metadata());
     std::io::stdout().flush().unwrap();
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
@@ -120,7 +120,7 @@ fn kill(pid: u32) -> Then {
 
 fn fetch(urls: &[&String]) -> ftcore::Result<oxccl_checkpoint::Fetched> {
     let sources = urls.iter().map(|u| CheckpointSource::at(u.as_str())).collect();
-    Fetch::step(5, sources).run(Instant::now() + LONG, &FetchOptions::default())
+    Fetch::step(Step(5), sources).run(Instant::now() + LONG, &FetchOptions::default())
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn what_came_before_all_sources_died_is_not_fetched_again() {
     let (through, _) = counted(&dies.url, 8 << 20, move || kill(pid));
     let kept = Kept::default();
     let fetch = |url: &str| {
-        let mut fetch = Fetch::step(5, vec![CheckpointSource::at(url)]);
+        let mut fetch = Fetch::step(Step(5), vec![CheckpointSource::at(url)]);
         fetch.kept = kept.clone();
         fetch.run(Instant::now() + LONG, &FetchOptions::default())
     };

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Result};
+use ftcore::{ErrorKind, Result, Step};
 use oxccl_checkpoint::{
     CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, SnapshotId,
     StateDict,
@@ -29,7 +29,7 @@ fn model(step: i64, frozen: usize) -> StateDict {
 }
 
 fn fetch_with(server: &HttpTransport, step: i64, own: Option<StateDict>) -> Result<Fetched> {
-    let mut fetch = Fetch::step(step, vec![CheckpointSource::at(server.metadata())]);
+    let mut fetch = Fetch::step(Step(step), vec![CheckpointSource::at(server.metadata())]);
     fetch.own = own;
     fetch.run(long(), &FetchOptions::default())
 }
@@ -41,7 +41,7 @@ fn received(fetched: &Fetched) -> u64 {
 #[test]
 fn only_tensors_that_changed_are_fetched_when_there_is_an_older_state() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::new(1_000_000, 9, &model(1_000_000, 5)).unwrap());
+    server.publish(Snapshot::new(Step(1_000_000), 9, &model(1_000_000, 5)).unwrap());
     let none = fetch_with(&server, 1_000_000, None).unwrap();
     let older = fetch_with(&server, 1_000_000, Some(model(7, 5))).unwrap();
     assert_eq!(none.state, model(1_000_000, 5));
@@ -56,7 +56,7 @@ fn tensors_that_came_and_went_around_the_frozen_ones_change_nothing() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
     let mut now = model(8, 3);
     now.insert_f32("aaa/new", &[77_777], &vec![1.5; 77_777]).unwrap();
-    server.publish(Snapshot::new(8, 9, &now).unwrap());
+    server.publish(Snapshot::new(Step(8), 9, &now).unwrap());
     let mut own = model(7, 3);
     own.insert_f32("base/gone", &[5], &[0.0; 5]).unwrap();
     let fetched = fetch_with(&server, 8, Some(own)).unwrap();
@@ -67,7 +67,7 @@ fn tensors_that_came_and_went_around_the_frozen_ones_change_nothing() {
 #[test]
 fn a_needless_heal_fetches_the_header_only() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::new(5, 9, &model(5, 2)).unwrap());
+    server.publish(Snapshot::new(Step(5), 9, &model(5, 2)).unwrap());
     let fetched = fetch_with(&server, 5, Some(model(5, 2))).unwrap();
     assert_eq!(fetched.state, model(5, 2));
     assert!(received(&fetched) < 4096, "{}", received(&fetched));
@@ -89,7 +89,7 @@ fn equal_and_half_equal_tensors_come_from_the_older_state_chunk_by_chunk() {
         s.insert_f32("empty", &[0], &[]).unwrap();
         s
     };
-    server.publish(Snapshot::new(5, 9, &state(1.0)).unwrap());
+    server.publish(Snapshot::new(Step(5), 9, &state(1.0)).unwrap());
     let fetched = fetch_with(&server, 5, Some(state(2.0))).unwrap();
     assert_eq!(fetched.state, state(1.0));
     assert_eq!(fetched.reused_bytes, 11 * DEFAULT_CHUNK_BYTES);
@@ -99,7 +99,7 @@ fn equal_and_half_equal_tensors_come_from_the_older_state_chunk_by_chunk() {
 #[test]
 fn an_older_state_of_another_model_is_no_hindrance() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::new(5, 9, &model(5, 2)).unwrap());
+    server.publish(Snapshot::new(Step(5), 9, &model(5, 2)).unwrap());
     for own in [StateDict::new(), state(64, 3.0)] {
         let fetched = fetch_with(&server, 5, Some(own)).unwrap();
         assert_eq!((fetched.state, fetched.reused_bytes), (model(5, 2), 0));
@@ -107,7 +107,7 @@ fn an_older_state_of_another_model_is_no_hindrance() {
 }
 
 fn wanted(source: CheckpointSource, epoch: i64, lineage: &str) -> Fetch {
-    let mut fetch = Fetch::step(5, vec![source]);
+    let mut fetch = Fetch::step(Step(5), vec![source]);
     fetch.epoch = Some(epoch);
     fetch.lineage = Some(lineage.into());
     fetch
@@ -134,7 +134,7 @@ fn the_snapshot_of_an_earlier_attempt_is_waited_out_at_the_source_and_never_down
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
     let publish = |epoch, seed| {
         let id = SnapshotId {
-            step: 5,
+            step: Step(5),
             epoch,
             lineage: "ab".into(),
         };

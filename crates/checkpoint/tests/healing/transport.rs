@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ftcore::ErrorKind;
+use ftcore::{ErrorKind, Step};
 use oxccl_checkpoint::{HttpTransport, Manifest, Snapshot, StateDict, TransportOptions, decode, fetch};
 
 use crate::fake_source::{snapshot, state};
@@ -98,10 +98,13 @@ fn a_state_arrives_whole_with_its_epoch_from_one_or_several_sources() {
         vec![a.metadata(), b.metadata()],
         vec![a.metadata(), a.metadata()],
     ] {
-        assert_eq!(fetch(&sources, 5, long()).unwrap(), (9, state(64, 3.0)));
+        assert_eq!(fetch(&sources, Step(5), long()).unwrap(), (9, state(64, 3.0)));
     }
-    a.publish(Snapshot::new(6, -1, &StateDict::new()).unwrap());
-    assert_eq!(fetch(&[a.metadata()], 6, long()).unwrap(), (-1, StateDict::new()));
+    a.publish(Snapshot::new(Step(6), -1, &StateDict::new()).unwrap());
+    assert_eq!(
+        fetch(&[a.metadata()], Step(6), long()).unwrap(),
+        (-1, StateDict::new())
+    );
 }
 
 #[test]
@@ -110,7 +113,7 @@ fn fetching_works_from_inside_an_async_runtime() {
     server.publish(snapshot(5, 4, 3.0));
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let (epoch, _) = runtime
-        .block_on(async { fetch(&[server.metadata()], 5, long()) })
+        .block_on(async { fetch(&[server.metadata()], Step(5), long()) })
         .unwrap();
     assert_eq!(epoch, 9);
 }
@@ -119,7 +122,7 @@ fn fetching_works_from_inside_an_async_runtime() {
 fn l10_training_on_while_a_reader_downloads_does_not_change_what_it_receives() {
     let server = server();
     let mut live = state(64, 3.0);
-    server.publish(Snapshot::with_chunk_bytes(5, 9, &live, 4096).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &live, 4096).unwrap());
     let mut reader = Reader::connect(&server);
     let manifest = reader.manifest(5);
     let mut bytes = Vec::new();
@@ -129,12 +132,12 @@ fn l10_training_on_while_a_reader_downloads_does_not_change_what_it_receives() {
             let n = live.get("b/own").unwrap().shape[0];
             live.insert_f32("a/same", &[n], &vec![-1.0; n]).unwrap();
             live.insert_f32("b/own", &[n], &vec![-2.0; n]).unwrap();
-            server.publish(Snapshot::with_chunk_bytes(6, 9, &live, 4096).unwrap());
+            server.publish(Snapshot::with_chunk_bytes(Step(6), 9, &live, 4096).unwrap());
         }
         bytes.extend(reader.chunk(5, i));
     }
     assert_eq!(decode(&bytes).unwrap(), state(64, 3.0));
-    assert_eq!(fetch(&[server.metadata()], 6, long()).unwrap(), (9, live));
+    assert_eq!(fetch(&[server.metadata()], Step(6), long()).unwrap(), (9, live));
 }
 
 #[test]
@@ -143,7 +146,7 @@ fn l29_readers_that_never_read_block_neither_publish_nor_retire_nor_other_reader
     // Larger than what sockets buffer.
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    let large = Snapshot::with_chunk_bytes(0, 9, &large, 32 << 20).unwrap();
+    let large = Snapshot::with_chunk_bytes(Step(0), 9, &large, 32 << 20).unwrap();
     let freed = Arc::downgrade(&large);
     server.publish(large);
     let mut slow: Vec<Reader> = (0..4).map(|_| Reader::connect(&server)).collect();
@@ -169,7 +172,10 @@ fn l29_readers_that_never_read_block_neither_publish_nor_retire_nor_other_reader
     finished
         .recv_timeout(LONG)
         .expect("publish or retire waits for a reader");
-    assert_eq!(fetch(&[server.metadata()], 51, long()).unwrap().1, state(4, 3.0));
+    assert_eq!(
+        fetch(&[server.metadata()], Step(51), long()).unwrap().1,
+        state(4, 3.0)
+    );
     // They end; so does the last reason to keep their snapshot.
     drop(slow);
     let deadline = long();
@@ -187,7 +193,7 @@ fn l31_a_reader_in_the_middle_finishes_after_the_source_went_on() {
     let manifest = reader.manifest(5);
     let mut bytes = reader.chunk(5, 0);
     server.retire();
-    assert_eq!(server.published_steps(), [0i64; 0]);
+    assert_eq!(server.published_steps(), []);
     let mut late = Reader::connect(&server);
     assert_eq!(late.get("/5/manifest", "").0, 404);
     for step in 6..9 {
@@ -214,7 +220,7 @@ fn a_request_for_a_step_to_come_waits_until_it_is_published() {
     reader.stream.read_exact(&mut [0]).unwrap_err();
     reader.stream.set_read_timeout(Some(LONG)).unwrap();
     let url = server.metadata();
-    let healing = std::thread::spawn(move || fetch(&[url], 5, long()));
+    let healing = std::thread::spawn(move || fetch(&[url], Step(5), long()));
     server.publish(snapshot(5, 4, 7.0));
     assert_eq!(reader.answer().0, 200);
     assert_eq!(healing.join().unwrap().unwrap(), (9, state(4, 7.0)));
@@ -230,7 +236,12 @@ fn a_wait_is_bounded_by_its_header_and_says_what_is_served() {
         assert_eq!(status, 404);
         assert!(text.starts_with("serving step 4, asked for 5"), "{text}");
     }
-    let e = fetch(&[server.metadata()], 5, Instant::now() + Duration::from_secs(1)).unwrap_err();
+    let e = fetch(
+        &[server.metadata()],
+        Step(5),
+        Instant::now() + Duration::from_secs(1),
+    )
+    .unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout);
     assert!(e.message().contains("has not published"), "{e}");
 }
@@ -239,7 +250,7 @@ fn a_wait_is_bounded_by_its_header_and_says_what_is_served() {
 fn an_older_step_is_refused_at_once_with_both_steps_named() {
     let server = server();
     server.publish(snapshot(5, 4, 3.0));
-    let e = fetch(&[server.metadata()], 3, long()).unwrap_err();
+    let e = fetch(&[server.metadata()], Step(3), long()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NotFound);
     assert!(e.message().contains("serving step 5, asked for 3"), "{e}");
     let mut reader = Reader::connect(&server);
@@ -279,10 +290,10 @@ fn l38_nothing_but_reading_is_served_and_only_under_the_prefix_of_this_incarnati
     }
     reader.prefix = "/ckpt/0000000000000000".into();
     assert_eq!(reader.get("/5/manifest", "").0, 400);
-    let e = fetch(&[server.metadata().replace("/ckpt/", "/other/")], 5, long()).unwrap_err();
+    let e = fetch(&[server.metadata().replace("/ckpt/", "/other/")], Step(5), long()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Protocol);
     assert_eq!(
-        fetch(&[server.metadata()], 5, long()).unwrap(),
+        fetch(&[server.metadata()], Step(5), long()).unwrap(),
         (9, state(4, 3.0))
     );
 }
@@ -319,7 +330,7 @@ fn random_bytes_and_oversized_requests_do_not_disturb_the_server() {
         );
     }
     assert_eq!(
-        fetch(&[server.metadata()], 5, long()).unwrap(),
+        fetch(&[server.metadata()], Step(5), long()).unwrap(),
         (9, state(4, 3.0))
     );
 }
@@ -344,7 +355,7 @@ fn silent_connections_lose_their_place_to_those_that_ask() {
     server.publish(snapshot(5, 4, 3.0));
     let silent: Vec<Reader> = (0..6).map(|_| Reader::connect(&server)).collect();
     assert_eq!(
-        fetch(&[server.metadata()], 5, long()).unwrap(),
+        fetch(&[server.metadata()], Step(5), long()).unwrap(),
         (9, state(4, 3.0))
     );
     drop(silent);
@@ -364,7 +375,7 @@ fn a_thousand_silent_connections_make_room_for_one_that_asks_long_before_their_t
         })
         .collect();
     assert_eq!(
-        fetch(&[server.metadata()], 5, long()).unwrap(),
+        fetch(&[server.metadata()], Step(5), long()).unwrap(),
         (9, state(4, 3.0))
     );
     // Who came first has made room.
@@ -413,13 +424,13 @@ fn a_reader_that_stops_reading_loses_its_place() {
     });
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(5, 9, &large, 32 << 20).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &large, 32 << 20).unwrap());
     server.publish(snapshot(6, 4, 3.0));
     let mut slow = Reader::connect(&server);
     slow.ask("/5/chunk/1", "");
     slow.stream.read_exact(&mut [0]).unwrap();
     assert_eq!(
-        fetch(&[server.metadata()], 6, long()).unwrap(),
+        fetch(&[server.metadata()], Step(6), long()).unwrap(),
         (9, state(4, 3.0))
     );
 }
@@ -439,7 +450,7 @@ fn after_a_shutdown_or_a_drop_nobody_answers_and_waiting_readers_are_told() {
     server.publish(snapshot(5, 4, 3.0));
     assert!(server.published_steps().is_empty());
     assert_eq!(
-        fetch(&[url], 5, long()).unwrap_err().kind(),
+        fetch(&[url], Step(5), long()).unwrap_err().kind(),
         ErrorKind::Unavailable
     );
 
@@ -451,7 +462,7 @@ fn after_a_shutdown_or_a_drop_nobody_answers_and_waiting_readers_are_told() {
     drop(dropped);
     // The end of the connection is the end of the thread's work.
     assert_eq!(reader.stream.read(&mut [0]).unwrap_or(0), 0);
-    let e = fetch(&[url], 5, long()).unwrap_err();
+    let e = fetch(&[url], Step(5), long()).unwrap_err();
     assert!(
         matches!(e.kind(), ErrorKind::Unavailable | ErrorKind::PeerLost),
         "{e}"
@@ -463,7 +474,7 @@ fn a_shutdown_ends_at_its_deadline_and_counts_the_readers_cut_off() {
     let server = tight(|_| {});
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(5, 9, &large, 32 << 20).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &large, 32 << 20).unwrap());
     let mut slow = Reader::connect(&server);
     slow.ask("/5/chunk/1", "");
     slow.stream.read_exact(&mut [0]).unwrap();

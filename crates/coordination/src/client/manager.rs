@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use identity::{Party, Role, name_of};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
@@ -27,7 +27,7 @@ pub struct QuorumRequest {
     /// The rank in its replica.
     pub group_rank: u32,
     /// The step of its state; the same on all ranks of the replica.
-    pub step: i64,
+    pub step: Step,
     /// Where others fetch this rank's state from; opaque here.
     pub checkpoint_metadata: String,
     /// Ask for a quorum without newcomers.
@@ -58,7 +58,7 @@ pub struct CommitVote {
     /// The rank in its replica.
     pub group_rank: u32,
     /// The step voted on.
-    pub step: i64,
+    pub step: Step,
     /// The epoch in which it was computed.
     pub quorum_id: i64,
     /// Counts the tries at this step and epoch, alike on all ranks.
@@ -222,7 +222,7 @@ impl ManagerClient {
         let (mut client, url) = (self.torchft(), self.connection.url.clone());
         let message = torchft::ManagerQuorumRequest {
             group_rank: i64::from(request.group_rank),
-            step: request.step,
+            step: request.step.0,
             checkpoint_metadata: request.checkpoint_metadata.clone(),
             shrink_only: request.shrink_only,
             init_sync: request.init_sync,
@@ -286,7 +286,7 @@ impl ManagerClient {
         let message = torchft::ShouldCommitRequest {
             should_commit: vote.vote,
             group_rank: i64::from(vote.group_rank),
-            step: vote.step,
+            step: vote.step.0,
             quorum_id: vote.quorum_id,
             attempt: vote.attempt,
             gives_up,

@@ -167,11 +167,12 @@ mod tests {
     use protocol::quorum::Eviction;
 
     use super::*;
+    use ftcore::Step;
 
     fn record() -> Record {
         Record {
             quorum_id: 41,
-            step: 7,
+            step: Step(7),
             lineage: Some("ab".into()),
             members: vec!["a:1".into(), "b:1".into()],
             departed: vec!["b:1".into()],

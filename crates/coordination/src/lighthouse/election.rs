@@ -95,7 +95,7 @@ impl Election {
                 }
             };
             let term = Arc::new(term);
-            let step = record.as_ref().map(|r| r.step);
+            let step = record.as_ref().map(|r| r.step.0);
             tracing::info!(
                 term = term.token(),
                 recorded_step = step,

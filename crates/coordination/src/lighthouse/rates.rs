@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use ftcore::Step;
 use protocol::Quorum;
 use serde::{Deserialize, Serialize};
 
@@ -26,9 +27,9 @@ pub(crate) struct Throughput {
 #[derive(Debug, Clone)]
 struct Rate {
     /// Where the steps of the present window, and of the next one, are counted from.
-    from: (Instant, i64),
-    next: (Instant, i64),
-    step: i64,
+    from: (Instant, Step),
+    next: (Instant, Step),
+    step: Step,
     asked: Instant,
     told: Option<Instant>,
     own: Option<Duration>,
@@ -40,7 +41,7 @@ pub(crate) struct Rates(HashMap<String, Rate>);
 
 impl Rates {
     /// A replica asks for the quorum of `step`.
-    pub(crate) fn asks(&mut self, id: &str, step: i64, now: Instant) {
+    pub(crate) fn asks(&mut self, id: &str, step: Step, now: Instant) {
         let Some(rate) = self.0.get_mut(id) else {
             let at = (now, step);
             let rate = Rate {
@@ -126,8 +127,8 @@ mod tests {
         // Each step takes 100 ms; the fast one is back after 20.
         for step in 0..200 {
             let start = u64::try_from(step).unwrap() * 100;
-            rates.asks("fast", step, at(start + 20));
-            rates.asks("slow", step, at(start + 100));
+            rates.asks("fast", Step(step), at(start + 20));
+            rates.asks("slow", Step(step), at(start + 100));
             rates.tells(&quorum, at(start + 100));
         }
         let list = rates.list(at(20_000));
@@ -141,9 +142,9 @@ mod tests {
         assert!(close(fast.own_s, 0.02) && close(fast.waits_s, 0.08), "{fast:?}");
         assert!(close(slow.own_s, 0.1) && close(slow.waits_s, 0.0), "{slow:?}");
         // A state that was fetched is no progress of its own.
-        rates.asks("fast", 900, at(20_020));
+        rates.asks("fast", Step(900), at(20_020));
         assert_eq!(rates.list(at(20_100))[0].steps_per_s, 0.0);
-        rates.asks("fast", 200, at(20_200));
+        rates.asks("fast", Step(200), at(20_200));
         // One that stands still gets slower by the second, and is forgotten at last.
         let mut slow = |at| rates.list(at).remove(1).steps_per_s;
         assert!(slow(at(40_000)) < 4.0);

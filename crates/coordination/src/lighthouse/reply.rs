@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes;
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use prost::Message;
 
 use crate::unchanged;
@@ -101,7 +101,7 @@ struct Parts {
 impl Parts {
     fn of(quorum: &Arc<Quorum>) -> Result<Self> {
         let plain = Assignment::new(quorum.clone(), false)?;
-        let at_start = quorum.participants.iter().map(|m| m.step).max() == Some(0);
+        let at_start = quorum.participants.iter().map(|m| m.step).max() == Some(Step(0));
         let synced = at_start.then(|| Assignment::new(quorum.clone(), true));
         Ok(Self {
             digest: plain.digest_of_members(),
@@ -275,7 +275,7 @@ mod tests {
             replica_id: format!("r{i}"),
             address: text("address", own & 1),
             store_address: text("store", own & 2),
-            step: i64::from(same) - 1,
+            step: Step(i64::from(same) - 1),
             world_size: u64::from(own & 4),
             shrink_only: own & 8 != 0,
             data: text("data", own & 16),
@@ -382,12 +382,12 @@ mod tests {
         }
     }
 
-    fn of_step(n: usize, step: i64) -> Arc<Quorum> {
+    fn of_step(n: usize, step: Step) -> Arc<Quorum> {
         let participants = (0..n)
             .map(|i| Member {
                 step,
                 last_quorum_id: 7,
-                lineage: format!("{step:064x}"),
+                lineage: format!("{:064x}", step.0),
                 ..member(i, 1, 0)
             })
             .collect();
@@ -403,13 +403,13 @@ mod tests {
         let length = |n: usize| {
             let (mut shelf, now) = (Shelf::default(), SystemTime::now());
             let full = shelf
-                .replies(&of_step(n, 1), now)
+                .replies(&of_step(n, Step(1)), now)
                 .to(0, Caller::default())
                 .unwrap();
             let list = received(&full).list;
             assert!(full.message().len() > n * 8);
             let short = shelf
-                .replies(&of_step(n, 2), now)
+                .replies(&of_step(n, Step(2)), now)
                 .to(
                     0,
                     Caller {
@@ -427,7 +427,7 @@ mod tests {
 
     #[test]
     fn all_members_share_one_encoded_answer() {
-        let mut replies = Shelf::default().replies(&of_step(3, 1), SystemTime::now());
+        let mut replies = Shelf::default().replies(&of_step(3, Step(1)), SystemTime::now());
         let [a, b] = [0, 9].map(|held| replies.to(0, Caller { held, part: None }).unwrap().0);
         assert_eq!(a.as_ptr(), b.as_ptr());
     }
@@ -437,12 +437,12 @@ mod tests {
         let (mut shelf, now) = (Shelf::default(), SystemTime::now());
         let mut held = Held::default();
         let full = shelf
-            .replies(&of_step(2, 1), now)
+            .replies(&of_step(2, Step(1)), now)
             .to(0, asks(&held, false))
             .unwrap();
         held.take_in(received(&full), true).unwrap();
         let short = shelf
-            .replies(&of_step(2, 2), now)
+            .replies(&of_step(2, Step(2)), now)
             .to(0, asks(&held, false))
             .unwrap();
         let wrong = torchft::LighthouseQuorumResponse {
@@ -464,9 +464,9 @@ mod tests {
         let mut holders: Vec<Held> = (0..n).map(|_| Held::default()).collect();
         let mut told = Vec::new();
         for step in 1..=steps {
-            let mut quorum = Quorum::clone(&of_step(n, step));
+            let mut quorum = Quorum::clone(&of_step(n, Step(step)));
             if step == 1 {
-                quorum.participants[n / 2].step = 0;
+                quorum.participants[n / 2].step = Step(0);
             }
             quorum
                 .participants
@@ -510,19 +510,19 @@ mod tests {
     fn a_part_that_was_lost_is_told_again_and_not_advanced_from_the_one_before() {
         let (mut shelf, now) = (Shelf::of_large_quorums(), SystemTime::now());
         let mut held = Held::default();
-        let mut first = Quorum::clone(&of_step(3, 1));
-        first.participants[1].step = 0;
+        let mut first = Quorum::clone(&of_step(3, Step(1)));
+        first.participants[1].step = Step(0);
         let first = Arc::new(first);
         let reply = shelf.replies(&first, now).to(1, asks(&held, true)).unwrap();
         let told = held.take_in(received(&reply), true).unwrap();
         assert!(told.place("r1", 0, true).unwrap().heal);
         // The list is the same but for its progress; this member's place is not, and that answer is lost.
         shelf
-            .replies(&of_step(3, 2), now)
+            .replies(&of_step(3, Step(2)), now)
             .to(1, asks(&held, true))
             .unwrap();
         let third = shelf
-            .replies(&of_step(3, 3), now)
+            .replies(&of_step(3, Step(3)), now)
             .to(1, asks(&held, true))
             .unwrap();
         let told = held.take_in(received(&third), true).unwrap();

@@ -1,6 +1,6 @@
 //! The record as text: what stands in the state file and in etcd.
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use protocol::quorum::{Eviction, Record};
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ pub(crate) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
     let saved = Saved {
         quorum_id: record.quorum_id,
         members: record.members.clone(),
-        step: record.step,
+        step: record.step.0,
         lineage: record.lineage.clone(),
         departed: record.departed.clone(),
         left: record.left.clone(),
@@ -67,7 +67,7 @@ pub(crate) fn decode(text: &[u8], place: &str) -> Result<Record> {
     }
     Ok(Record {
         quorum_id: saved.quorum_id,
-        step: saved.step,
+        step: Step(saved.step),
         lineage: saved.lineage,
         members: saved.members,
         departed: saved.departed,

@@ -183,7 +183,7 @@ impl From<Moment> for TimelineEvent {
                 joined,
                 without,
             } => {
-                (event.quorum_id, event.step, event.size) = (Some(quorum_id), Some(step), size);
+                (event.quorum_id, event.step, event.size) = (Some(quorum_id), Some(step.0), size);
                 let told = |listed: Listed| (listed.first, listed.count);
                 (event.joined, event.joined_count) = told(joined);
                 (event.without, event.without_count) = told(without);
@@ -196,7 +196,7 @@ impl From<Moment> for TimelineEvent {
                 outside,
                 ..
             } => {
-                (event.replica_id, event.step) = (replica_id, Some(step));
+                (event.replica_id, event.step) = (replica_id, Some(step.0));
                 (event.from, event.outside) = (from, outside);
                 "heal"
             }
@@ -253,7 +253,7 @@ impl From<Status> for LighthouseStatus {
                 .map(|m| ParticipantStatus {
                     replica_id: m.replica_id,
                     address: m.address,
-                    step: m.step,
+                    step: m.step.0,
                     world_size: m.world_size,
                     commit_failures: m.commit_failures,
                 })

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use ftcore::Step;
+
 use crate::exposition::{Exposition, Kind};
 use crate::wire::torchft;
 
@@ -12,7 +14,7 @@ use crate::wire::torchft;
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RankCounts {
     /// The step of its state.
-    pub step: i64,
+    pub step: Step,
     /// Quorums that it got, and how long it waited for them.
     pub quorums: Timed,
     /// Epochs for which its group was connected, and how long that took.
@@ -78,7 +80,7 @@ impl From<Option<torchft::Timed>> for Timed {
 impl From<RankCounts> for torchft::RankCounts {
     fn from(c: RankCounts) -> Self {
         Self {
-            step: c.step,
+            step: c.step.0,
             quorums: Some(c.quorums.into()),
             configures: Some(c.configures.into()),
             heals: Some(c.heals.into()),
@@ -98,7 +100,7 @@ impl From<RankCounts> for torchft::RankCounts {
 impl From<torchft::RankCounts> for RankCounts {
     fn from(c: torchft::RankCounts) -> Self {
         Self {
-            step: c.step,
+            step: Step(c.step),
             quorums: c.quorums.into(),
             configures: c.configures.into(),
             heals: c.heals.into(),
@@ -269,7 +271,7 @@ mod tests {
     #[test]
     fn counts_survive_the_wire_and_show_by_rank() {
         let mut told = RankCounts {
-            step: 41,
+            step: Step(41),
             collectives: 7,
             collective_bytes: 4096,
             sent_bytes: 5,

@@ -7,7 +7,7 @@ use axum::Router;
 use axum::http::header;
 use axum::response::IntoResponse;
 use axum::routing::get;
-use ftcore::Error;
+use ftcore::{Error, Step};
 use identity::name_of;
 use tokio::sync::oneshot;
 use tonic::service::Routes;
@@ -106,7 +106,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         let event = ReplicaEvent::Ask {
             rank,
             request: RankRequest {
-                step: r.step,
+                step: Step(r.step),
                 shrink_only: r.shrink_only,
                 init_sync: r.init_sync,
                 commit_failures: r.commit_failures,
@@ -175,7 +175,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         }
         let key = VoteKey {
             quorum_id: r.quorum_id,
-            step: r.step,
+            step: Step(r.step),
             attempt: r.attempt,
         };
         let (reply, answer) = oneshot::channel();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use protocol::Lineage;
 use tokio::sync::Notify;
 
@@ -38,7 +38,7 @@ pub(super) struct Share {
 #[derive(Debug, Clone)]
 pub(super) struct Offer {
     pub(super) epoch: i64,
-    pub(super) step: i64,
+    pub(super) step: Step,
     pub(super) value: u64,
     pub(super) lineage: Lineage,
     pub(super) host: String,
@@ -49,7 +49,7 @@ struct Group {
     world: u32,
     members: BTreeMap<u32, String>,
     broken: Option<String>,
-    rounds: BTreeMap<i64, BTreeMap<u32, Share>>,
+    rounds: BTreeMap<Step, BTreeMap<u32, Share>>,
 }
 
 #[derive(Debug)]
@@ -149,7 +149,7 @@ impl Groups {
     pub(super) async fn reduce(
         &self,
         at: &Place,
-        step: i64,
+        step: Step,
         share: Share,
         deadline: Instant,
     ) -> Result<std::result::Result<(u64, u32), String>> {
@@ -215,7 +215,7 @@ impl Groups {
         host: &str,
         sources: &[String],
         group_rank: u32,
-        (epoch, step): (i64, i64),
+        (epoch, step): (i64, Step),
         deadline: Instant,
     ) -> Result<Offer> {
         self.until("the transfer", deadline, |state| {

@@ -382,7 +382,7 @@ impl Training {
         let share = Share {
             contributes: self.rank.contribution().0.is_some(),
             state: self.value,
-            work: mix(self.value ^ mix(step as u64) ^ mix(1 + self.at.slot as u64)),
+            work: mix(self.value ^ mix(step.0 as u64) ^ mix(1 + self.at.slot as u64)),
         };
         let (place, job) = (self.place(answer), self.at.job.clone());
         let outcome = tokio::select! {

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use oxccl_coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus, ManagerClient, ManagerServer,
     ManagerServerConfig, Member, PushEvent, QuorumRequest, QuorumResult, WatchGuard,
@@ -91,7 +91,7 @@ impl Replica {
 
     pub(crate) fn request(&self, step: i64) -> QuorumRequest {
         QuorumRequest {
-            step,
+            step: Step(step),
             init_sync: true,
             last_quorum_id: self.last,
             ..QuorumRequest::default()

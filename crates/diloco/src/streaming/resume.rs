@@ -19,7 +19,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     pub fn save(&mut self, inner: &mut dyn State) -> Result<StateDict> {
         self.rounds.check_begun()?;
         let mut out = StateDict::new();
-        out.insert_i64s(STEP, &[self.step()])?;
+        out.insert_i64s(STEP, &[self.step().0])?;
         if let Some(values) = self.rounds.kept() {
             out.insert_f32(GRADIENT, &[values.len()], values)?;
         }
@@ -36,7 +36,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     pub fn restore(&mut self, from: &StateDict, inner: &mut dyn State) -> Result<()> {
         self.rounds.may_restore()?;
         let (saved, now) = (from.get_i64s(STEP)?, self.step());
-        if saved != [now] {
+        if saved != [now.0] {
             let text = format!(
                 "the saved state is of step {saved:?}, the replica stands at {now}: restore the replica first"
             );

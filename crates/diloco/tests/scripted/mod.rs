@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
 
+use ftcore::Step;
 use oxccl_diloco::{Diloco, DilocoConfig, SliceParameters};
 use training_rig::{Nothing, ScriptedReplica};
 
@@ -34,6 +35,6 @@ pub(crate) fn begun(
         1,
         "the initial synchronisation is a round of its own"
     );
-    assert_eq!(d.step(), 1);
+    assert_eq!(d.step(), Step(1));
     d
 }

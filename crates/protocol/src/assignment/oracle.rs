@@ -3,7 +3,7 @@
 use super::{MAX_SOURCES, QuorumResult, RecoverySource, rank, reference_lineage};
 use crate::lineage::Lineage;
 use crate::member::{Member, Quorum};
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 
 pub(super) fn assign(
     replica_id: &str,
@@ -19,9 +19,9 @@ pub(super) fn assign(
     let own = place
         .or(spare.map(|_| usize::MAX))
         .ok_or_else(|| Error::new(ErrorKind::NotFound, "not in the quorum"))?;
-    let max_step = members.iter().map(|m| m.step).max().unwrap_or(0);
+    let max_step = members.iter().map(|m| m.step).max().unwrap_or(Step(0));
     let lineage = reference_lineage(&members, max_step);
-    let initial = init_sync && max_step == 0;
+    let initial = init_sync && max_step == Step(0);
     // After the first commit an old peer that tells no history counts as current; before it, it may hold anything.
     let current = |m: &Member| {
         let untold = m.lineage.is_empty() && !initial;

@@ -8,7 +8,7 @@ fn quorum(members: &[(i64, &str)]) -> Quorum {
         replica_id: format!("replica_{i}"),
         address: format!("addr_{i}"),
         store_address: format!("store_addr_{i}"),
-        step: *step,
+        step: Step(*step),
         lineage: (*lineage).to_string(),
         world_size: 1,
         ..Member::default()
@@ -51,12 +51,12 @@ fn replicas_behind_are_spread_over_those_up_to_date_as_torchft_does() {
 fn a_replica_that_holds_nothing_any_more_gives_the_others_no_count_of_batches() {
     use crate::rank::{Next, Rank, RankRules};
     let mut rank = Rank::new(RankRules::default());
-    rank.restore(7, Lineage::from_peer("seven"), 40).unwrap();
+    rank.restore(Step(7), Lineage::from_peer("seven"), 40).unwrap();
     // It was to take over what another member holds at its own step, and did not.
     rank.start(false);
     let lost = QuorumResult {
         quorum_id: 5,
-        max_step: 7,
+        max_step: Step(7),
         lineage: "seven".into(),
         heal: true,
         ..QuorumResult::default()
@@ -67,7 +67,7 @@ fn a_replica_that_holds_nothing_any_more_gives_the_others_no_count_of_batches() 
     let last = &mut first.participants[2];
     (last.step, last.lineage, last.batches_committed) = (asks.step, asks.lineage, asks.batches_committed);
     let told = at(&first, 1, 0, true);
-    assert_eq!((told.heal, told.max_step, told.batches_committed), (true, 0, 0));
+    assert_eq!((told.heal, told.max_step.0, told.batches_committed), (true, 0, 0));
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn a_spare_gets_sources_and_no_place_and_its_sources_publish() {
     ];
     let y = assign("y", 0, &q, true).unwrap();
     assert!(y.spare && y.heal && y.contributor_rank.is_none());
-    assert_eq!((y.replica_world_size, y.max_step), (4, 7));
+    assert_eq!((y.replica_world_size, y.max_step.0), (4, 7));
     let ranks: Vec<u32> = y.recover_sources.iter().map(|s| s.replica_rank).collect();
     assert_eq!(
         (ranks, y.recover_src_manager_address.as_str()),
@@ -337,9 +337,9 @@ proptest! {
                 (0..4).flat_map(|i| (0..3).map(move |rank| (i, rank))).map(|(i, rank)| a.part_of_call(i, rank).unwrap()).collect()
             };
             if let Some((before, mut before_parts)) = last.take() {
-                let progress = Member { step, lineage: lineage.into(), ..Member::default() };
+                let progress = Member { step: Step(step), lineage: lineage.into(), ..Member::default() };
                 let advanced = now.is_advance_of(&Assignment::new(&before, init_sync).unwrap(), &progress);
-                let uniform = |q: &Quorum| q.participants.iter().all(|m| m.step > 0 && (m.step, m.healed) == (q.participants[0].step, false));
+                let uniform = |q: &Quorum| q.participants.iter().all(|m| m.step > Step(0) && (m.step, m.healed) == (q.participants[0].step, false));
                 prop_assert!(advanced || !uniform(&before) || !uniform(&q), "a step like the one before it needs no new parts");
                 if advanced {
                     before_parts.iter_mut().for_each(|part| part.advance(&progress));
@@ -356,7 +356,7 @@ proptest! {
 fn a_part_is_as_small_for_ten_thousand_members_as_for_ten() {
     let size = |n: usize| {
         let mut q = steps(&vec![7; n]);
-        q.participants[3].step = 6;
+        q.participants[3].step = Step(6);
         let assignment = Assignment::new(&q, true).unwrap();
         let parts: Vec<_> = (0..n).map(|i| assignment.part_of_call(i, 0).unwrap()).collect();
         let serving = parts

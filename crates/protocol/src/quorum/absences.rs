@@ -262,7 +262,7 @@ fn the_quorum_of_the_last_step_is_saved_although_its_epoch_is_not_new() {
     let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
     for id in ["a", "b"] {
         sim.join_as(Member {
-            step: 1,
+            step: Step(1),
             is_last: true,
             ..member(id)
         });

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 
 use super::roster::{Coming, Entry, Waiting};
 use super::{Action, Fate, LighthouseState, Ticket, cut, fields, spares};
@@ -163,7 +163,7 @@ impl LighthouseState {
         match job.refuses(member) {
             None => Ok(()),
             Some(_) if job.left_behind(member) => {
-                (member.step, member.batches_committed, member.healed) = (0, 0, false);
+                (member.step, member.batches_committed, member.healed) = (Step(0), 0, false);
                 member.lineage.clear();
                 Ok(())
             }

@@ -53,7 +53,7 @@ pub(super) fn check(member: &Member) -> Result<()> {
         return wrong("store_address", &member.store_address, "host:port of its store");
     }
     for (field, value, least) in [
-        ("step", member.step, 0),
+        ("step", member.step.0, 0),
         ("commit_failures", member.commit_failures, 0),
         ("batches_committed", member.batches_committed, 0),
         (

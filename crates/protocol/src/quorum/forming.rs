@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 
 use super::record::Job;
 use super::roster::{Entry, Waiting};
@@ -193,7 +193,7 @@ impl LighthouseState {
             return;
         };
         self.roster.update_all(|id, entry| {
-            let step = entry.waiting.as_ref().map_or(0, |w| w.member.step);
+            let step = entry.waiting.as_ref().map_or(Step(0), |w| w.member.step);
             (entry.current, entry.named) = (step >= job.step, job.names(id));
             // The others went on while it was kept out.
             let is_far = |w: &Waiting| spares::is_far_behind(&w.member, frontier);

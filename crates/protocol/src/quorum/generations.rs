@@ -10,7 +10,7 @@ use crate::member::Member;
 /// A member with a state.
 fn at(id: &str, step: i64, lineage: &Lineage) -> Member {
     Member {
-        step,
+        step: Step(step),
         lineage: lineage.as_str().into(),
         ..member(id)
     }
@@ -18,7 +18,7 @@ fn at(id: &str, step: i64, lineage: &Lineage) -> Member {
 
 /// The lineage after the commits of `epoch` at these steps.
 fn chain(from: &Lineage, epoch: i64, steps: std::ops::Range<i64>) -> Lineage {
-    steps.fold(from.clone(), |l, s| l.after(epoch, s))
+    steps.fold(from.clone(), |l, s| l.after(epoch, Step(s)))
 }
 
 fn saved(sim: &Sim) -> Option<Record> {
@@ -90,7 +90,7 @@ fn the_record_is_saved_before_a_new_epoch_is_delivered_and_not_for_every_step() 
     let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);
     let expected = Record {
         quorum_id: SEED + 1,
-        step: 10,
+        step: Step(10),
         lineage: Some(lineage.as_str().into()),
         members: vec!["a:1".into(), "b:1".into()],
         ..Record::default()
@@ -113,7 +113,7 @@ fn the_record_is_saved_before_a_new_epoch_is_delivered_and_not_for_every_step() 
     assert_eq!(saved(&sim), None);
     sim.event(Event::Tick);
     let record = saved(&sim).unwrap();
-    assert_eq!((record.step, record.departed), (13, vec!["b:1".to_string()]));
+    assert_eq!((record.step.0, record.departed), (13, vec!["b:1".to_string()]));
     sim.event(Event::Tick);
     assert_eq!(saved(&sim), None);
 }
@@ -157,7 +157,7 @@ fn who_committed_in_an_epoch_that_the_others_had_left_heals() {
         .find(|m| m.replica_id == "b:1")
         .unwrap();
     // Nothing that counts, so that it heals.
-    assert_eq!((b.step, b.lineage.as_str(), b.batches_committed), (0, "", 0));
+    assert_eq!((b.step.0, b.lineage.as_str(), b.batches_committed), (0, "", 0));
     // c is such a one, too, and waits while a keeps newcomers out and goes on in another epoch.
     let gone = |id: &str| Event::Disconnected {
         replica_id: id.into(),
@@ -180,7 +180,7 @@ fn who_committed_in_an_epoch_that_the_others_had_left_heals() {
         .unwrap()
         .participants
         .iter()
-        .map(|m| m.step)
+        .map(|m| m.step.0)
         .collect();
     assert_eq!(steps, [11, 0]);
     sim.event(gone("c:1"));
@@ -291,7 +291,7 @@ fn a_job_goes_back_only_with_a_majority_of_its_recorded_members() {
     }
     sim.join_as(at("b:2", 5, &old));
     assert_eq!(sim.ids().unwrap(), ["a:2", "b:2", "d:1"]);
-    assert_eq!(saved(&sim).unwrap().step, 5);
+    assert_eq!(saved(&sim).unwrap().step, Step(5));
     // The other way: one comes that has the state.
     let mut sim = restart(&at_step_10(&["a:1"]).0);
     sim.pass(Duration::from_secs(6), &[]);
@@ -365,7 +365,7 @@ fn after_a_restart_the_same_step_goes_on_and_a_minority_waits_for_the_majority()
     sim.join_as(at("b:1", 2000, &now));
     assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
     assert!(sim.delivered().unwrap().quorum_id > SEED + 1);
-    assert_eq!(saved(&sim).unwrap().step, 2000);
+    assert_eq!(saved(&sim).unwrap().step, Step(2000));
 }
 
 #[test]

@@ -40,7 +40,7 @@ fn a_malformed_member_is_refused_alone_naming_the_field_and_never_reaches_a_quor
         ("store_address", |m| {
             m.store_address = format!("{}:1", "x".repeat(300))
         }),
-        ("step", |m| m.step = -1),
+        ("step", |m| m.step = Step(-1)),
         ("commit_failures", |m| m.commit_failures = -1),
         ("batches_committed", |m| m.batches_committed = -1),
         ("world_size", |m| m.world_size = 0),
@@ -51,7 +51,7 @@ fn a_malformed_member_is_refused_alone_naming_the_field_and_never_reaches_a_quor
     for (field, edit) in edits {
         let mut sim = Sim::new(rules(1));
         let mut bad = member("bad");
-        bad.step = 1_000_000;
+        bad.step = Step(1_000_000);
         edit(&mut bad);
         let ticket = sim.join_as(bad.clone());
         assert_eq!(sim.rejected(), [(ticket, ErrorKind::InvalidArgument)], "{bad:?}");

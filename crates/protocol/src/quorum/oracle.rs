@@ -71,7 +71,7 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
             asking
                 .iter()
                 .find(|(a, _)| *a == id)
-                .map_or(0, |(_, w)| w.member.step)
+                .map_or(Step(0), |(_, w)| w.member.step)
         };
         if candidates.iter().all(|id| step_of(id) < r.step) && named(&candidates) * 2 <= r.members.len() {
             return Err(Verdict::GoesBack);
@@ -158,7 +158,7 @@ proptest! {
                 0..=2 => {
                     tickets += 1;
                     let known = if n > 3 { sim.state.quorum_id() } else { 0 };
-                    let member = Member { shrink_only: n == 1, step: (ms % 4).cast_signed(), last_quorum_id: known, ..member(&replica_id) };
+                    let member = Member { shrink_only: n == 1, step: Step((ms % 4).cast_signed()), last_quorum_id: known, ..member(&replica_id) };
                     Event::Join { member, ticket: tickets }
                 }
                 3 => Event::Withdraw { ticket: tickets.saturating_sub(n) },

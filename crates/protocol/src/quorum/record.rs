@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use ftcore::Step;
+
 use crate::Lineage;
 use crate::member::{Id, Member, prefix_of};
 
@@ -22,7 +24,7 @@ pub struct Record {
     /// The last epoch.
     pub quorum_id: i64,
     /// The step that its members began it with.
-    pub step: i64,
+    pub step: Step,
     /// The lineage of their state at `step`; `None` if they told none, or an older version saved the record.
     pub lineage: Option<String>,
     /// The ids of its members.
@@ -58,7 +60,7 @@ fn name_of(id: &str) -> &str {
 struct Ended {
     epoch: i64,
     /// The last step that its members began in it.
-    step: i64,
+    step: Step,
     /// Their lineage then, and the other that it may have been: see [`Job::initial`].
     lineages: [Option<Lineage>; 2],
 }
@@ -67,7 +69,7 @@ struct Ended {
 #[derive(Debug, Clone)]
 pub(super) struct Job {
     pub(super) epoch: i64,
-    pub(super) step: i64,
+    pub(super) step: Step,
     /// It ends the run.
     pub(super) closes: bool,
     lineage: Option<Lineage>,
@@ -75,9 +77,9 @@ pub(super) struct Job {
     initial: Option<Lineage>,
     names: BTreeSet<Id>,
     /// Lineages of the chain at some steps beyond `step`.
-    known: BTreeMap<i64, Lineage>,
+    known: BTreeMap<Step, Lineage>,
     /// The lineage that was asked for last: that of the next step, as a rule.
-    last: Option<(i64, Lineage)>,
+    last: Option<(Step, Lineage)>,
     /// Earlier epochs, the oldest first.
     ended: VecDeque<Ended>,
 }
@@ -99,7 +101,7 @@ impl Job {
 
     /// The job as `members` of `epoch` go on with it.
     pub(super) fn next(mut former: Option<Self>, epoch: i64, members: &[Member]) -> Self {
-        let step = members.iter().map(|m| m.step).max().unwrap_or(0);
+        let step = members.iter().map(|m| m.step).max().unwrap_or_default();
         let lineage = held_by_most(members, step);
         // One that is behind does not know what step it heals into.
         let closes = members.iter().filter(|m| m.step == step).all(|m| m.is_last);
@@ -144,8 +146,7 @@ impl Job {
     /// True for a member of an earlier epoch that committed the step it was in when the others went on without it: its state is one of this job, and
     /// the job has not got it.
     pub(super) fn left_behind(&self, member: &Member) -> bool {
-        let is_it =
-            |e: &&Ended| e.epoch == member.last_quorum_id && member.step.checked_sub(1) == Some(e.step);
+        let is_it = |e: &&Ended| e.epoch == member.last_quorum_id && member.step - 1 == e.step;
         self.ended.iter().find(is_it).is_some_and(|began| {
             let mut chains = began.lineages.iter().flatten();
             chains.any(|l| l.after(began.epoch, began.step).as_str() == member.lineage)
@@ -167,8 +168,8 @@ impl Job {
     }
 
     /// The lineage of the state at `step`, if it is one that this epoch can lead to and that can be checked.
-    fn lineage_at(&mut self, step: i64) -> Option<Lineage> {
-        let ahead = step.checked_sub(self.step)?;
+    fn lineage_at(&mut self, step: Step) -> Option<Lineage> {
+        let ahead = step - self.step;
         if !(0..=MAX_CHECKED).contains(&ahead) {
             return None;
         }
@@ -181,7 +182,7 @@ impl Job {
         while at < step {
             lineage = lineage.after(self.epoch, at);
             at += 1;
-            if at % KEPT_EACH == 0 {
+            if at.0 % KEPT_EACH == 0 {
                 self.known.insert(at, lineage.clone());
             }
         }
@@ -236,20 +237,20 @@ impl Job {
         let lineage = self
             .lineage
             .as_ref()
-            .filter(|_| member.step == self.step && self.step > 0);
+            .filter(|_| member.step == self.step && self.step > Step(0));
         lineage.is_some_and(|l| !member.lineage.is_empty() && l.as_str() != member.lineage)
     }
 }
 
 /// What an initial sync of these members names the state at step 0, if that may be what they begin with.
-fn begun_by<T: AsRef<str>>(step: i64, lineage: Option<&str>, ids: &[T]) -> Option<Lineage> {
-    let untold = step == 0 && lineage == Some("");
+fn begun_by<T: AsRef<str>>(step: Step, lineage: Option<&str>, ids: &[T]) -> Option<Lineage> {
+    let untold = step == Step(0) && lineage == Some("");
     let first = ids.iter().map(AsRef::as_ref).min().filter(|_| untold);
     first.map(Lineage::initial)
 }
 
 /// The lineage that most members at `step` tell, the lowest id's in a tie; as the assignment chooses it.
-fn held_by_most(members: &[Member], step: i64) -> Option<Lineage> {
+fn held_by_most(members: &[Member], step: Step) -> Option<Lineage> {
     let told = || members.iter().filter(|m| m.step == step && !m.lineage.is_empty());
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     for m in told() {
@@ -260,6 +261,6 @@ fn held_by_most(members: &[Member], step: i64) -> Option<Lineage> {
     match held {
         Some(m) => Some(Lineage::from_peer(m.lineage.as_str())),
         // Before the first commit there is no history to tell.
-        None => (step == 0).then(Lineage::default),
+        None => (step == Step(0)).then(Lineage::default),
     }
 }

@@ -8,11 +8,13 @@
 
 use std::time::Instant;
 
+use ftcore::Step;
+
 use super::LighthouseState;
 use crate::member::{Id, Joining, Member, Quorum};
 
 /// True if a replica that asks like this stays outside, as far as it alone is concerned. `frontier` is the step of the last quorum.
-pub(super) fn is_far_behind(member: &Member, frontier: Option<i64>) -> bool {
+pub(super) fn is_far_behind(member: &Member, frontier: Option<Step>) -> bool {
     member.joining == Joining::Outside && frontier.is_some_and(|step| member.step < step)
 }
 
@@ -84,7 +86,7 @@ mod tests {
 
     fn at(id: &str, step: i64) -> Member {
         Member {
-            step,
+            step: Step(step),
             joining: Joining::Outside,
             ..member(id)
         }

@@ -5,6 +5,8 @@
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
+use ftcore::Step;
+
 use super::fields::cut;
 use crate::assignment::Assignment;
 use crate::member::{Member, Quorum};
@@ -44,7 +46,7 @@ pub enum Happening {
         /// The epoch.
         quorum_id: i64,
         /// The highest step of a member.
-        step: i64,
+        step: Step,
         /// The number of members.
         size: usize,
         /// Those that the quorum before did not have.
@@ -57,9 +59,9 @@ pub enum Happening {
         /// Which.
         replica_id: String,
         /// The step of the state that it fetches.
-        step: i64,
+        step: Step,
         /// The step of its own.
-        behind: i64,
+        behind: Step,
         /// From whom.
         from: Vec<String>,
         /// As a spare, outside the group.
@@ -190,7 +192,12 @@ impl Timeline {
             let now: HashSet<&str> = quorum.ids().collect();
             self.note(Happening::Quorum {
                 quorum_id: quorum.quorum_id,
-                step: quorum.participants.iter().map(|m| m.step).max().unwrap_or(0),
+                step: quorum
+                    .participants
+                    .iter()
+                    .map(|m| m.step)
+                    .max()
+                    .unwrap_or_default(),
                 size: quorum.participants.len(),
                 joined: quorum.ids().filter(|id| !before.contains(id)).collect(),
                 without: previous
@@ -213,7 +220,12 @@ impl Timeline {
         let Ok(assignment) = Assignment::new(quorum, false) else {
             return;
         };
-        let step = quorum.participants.iter().map(|m| m.step).max().unwrap_or(0);
+        let step = quorum
+            .participants
+            .iter()
+            .map(|m| m.step)
+            .max()
+            .unwrap_or_default();
         for (nth, (who, from)) in assignment.heals().enumerate() {
             self.totals.heals += 1;
             if nth < MOST_HEALS {
@@ -259,7 +271,7 @@ impl Timeline {
 mod tests {
     use super::*;
 
-    fn member(id: &str, step: i64) -> Member {
+    fn member(id: &str, step: Step) -> Member {
         Member {
             replica_id: id.into(),
             step,
@@ -285,13 +297,13 @@ mod tests {
     #[test]
     fn a_new_epoch_says_who_joined_and_who_is_missing_and_the_same_one_says_nothing() {
         let mut timeline = Timeline::default();
-        let first = quorum(7, vec![member("a:1", 3), member("b:1", 3)], vec![]);
+        let first = quorum(7, vec![member("a:1", Step(3)), member("b:1", Step(3))], vec![]);
         timeline.formed(&first, None);
         timeline.formed(
-            &quorum(7, vec![member("a:1", 4), member("b:1", 4)], vec![]),
+            &quorum(7, vec![member("a:1", Step(4)), member("b:1", Step(4))], vec![]),
             Some(&first),
         );
-        let second = quorum(8, vec![member("a:1", 5), member("c:1", 5)], vec![]);
+        let second = quorum(8, vec![member("a:1", Step(5)), member("c:1", Step(5))], vec![]);
         timeline.formed(&second, Some(&first));
         let told = happenings(&timeline);
         assert_eq!(told.len(), 2, "{told:?}");
@@ -300,7 +312,7 @@ mod tests {
             told.last(),
             Some(&Happening::Quorum {
                 quorum_id: 8,
-                step: 5,
+                step: Step(5),
                 size: 2,
                 joined: listed(&["c:1"]),
                 without: listed(&["b:1"]),
@@ -311,8 +323,12 @@ mod tests {
     #[test]
     fn members_that_are_behind_and_spares_heal_from_members_that_are_not() {
         let mut timeline = Timeline::default();
-        let members = vec![member("a:1", 9), member("b:1", 8), member("c:1", 9)];
-        timeline.formed(&quorum(7, members, vec![member("d:1", 0)]), None);
+        let members = vec![
+            member("a:1", Step(9)),
+            member("b:1", Step(8)),
+            member("c:1", Step(9)),
+        ];
+        timeline.formed(&quorum(7, members, vec![member("d:1", Step(0))]), None);
         let heals: Vec<_> = happenings(&timeline)
             .into_iter()
             .filter_map(|what| match what {
@@ -330,8 +346,8 @@ mod tests {
         assert_eq!(
             heals,
             [
-                ("b:1".to_string(), 8, 9, ids(["a:1", "c:1"]), false),
-                ("d:1".to_string(), 0, 9, ids(["c:1", "a:1"]), true)
+                ("b:1".to_string(), Step(8), Step(9), ids(["a:1", "c:1"]), false),
+                ("d:1".to_string(), Step(0), Step(9), ids(["c:1", "a:1"]), true)
             ]
         );
         assert_eq!(timeline.totals().heals, 2);
@@ -359,7 +375,9 @@ mod tests {
     fn a_long_run_and_a_large_job_do_not_grow_it() {
         let mut timeline = Timeline::default();
         for id in 0..1000 {
-            let members = (0..100).map(|i| member(&format!("r{i:03}:{id}"), i)).collect();
+            let members = (0..100)
+                .map(|i| member(&format!("r{i:03}:{id}"), Step(i)))
+                .collect();
             timeline.formed(&quorum(id, members, vec![]), None);
             timeline.gone("a:1", &"é".repeat(4096));
         }

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use ftcore::Step;
+
 use super::{Entry, LighthouseState};
 use crate::member::listed;
 
@@ -209,7 +211,10 @@ impl LighthouseState {
                 self.listed(Entry::is_busy)
             ),
             Verdict::GoesBack => {
-                let (epoch, step) = self.job.as_ref().map_or((0, 0), |job| (job.epoch, job.step));
+                let (epoch, step) = self
+                    .job
+                    .as_ref()
+                    .map_or((0, Step(0)), |job| (job.epoch, job.step));
                 format!(
                     "the {n} replicas that ask are all behind the recorded step {step} (epoch {epoch}): waiting for a replica with that state, \
                      or for a majority of {}; `oxccl lighthouse --accept-rollback` goes on without them",

@@ -16,7 +16,7 @@ fn answer(quorum_id: i64, step: i64, heal: bool) -> QuorumResult {
     QuorumResult {
         quorum_id,
         replica_world_size: 2,
-        max_step: step,
+        max_step: Step(step),
         heal,
         replica_ids: vec!["a".into(), "b".into()],
         contributor_rank: Some(0).filter(|_| !heal),
@@ -48,12 +48,12 @@ fn l03_the_step_advances_with_the_state_and_not_before_it() {
     r.configured(Ok(()), None);
     let broken = Error::new(ErrorKind::PeerLost, "the source is gone");
     assert!(matches!(r.healed(Err(broken)), Next::Lost(_)));
-    assert_eq!((r.step(), r.contribution().0), (0, None));
+    assert_eq!((r.step().0, r.contribution().0), (0, None));
     assert!(r.vote(None, None).unwrap().against.is_some());
     r.decided(Some(false)).unwrap();
     r.start(true);
     come_up(&mut r, answer(6, 9, true));
-    assert_eq!((r.step(), r.lineage().as_str()), (9, "peer"));
+    assert_eq!((r.step().0, r.lineage().as_str()), (9, "peer"));
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn a_rank_whose_state_is_in_use_connects_first_and_votes_only_after_its_snapshot
         ..answer(5, 9, false)
     };
     let mut r = rank();
-    r.restore(9, Lineage::from_peer("peer"), 0).unwrap();
+    r.restore(Step(9), Lineage::from_peer("peer"), 0).unwrap();
     r.start(false);
     assert!(matches!(
         r.answered(source, None),
@@ -108,13 +108,13 @@ fn a_rank_whose_state_is_in_use_connects_first_and_votes_only_after_its_snapshot
     assert!(matches!(behind.connect_first(), Next::Configure));
     assert!(matches!(behind.configured(Ok(()), None), Next::Offer { .. }));
     assert!(matches!(behind.offered(Ok(())), Next::Heal));
-    assert_eq!((behind.step(), behind.contribution().0), (0, None));
+    assert_eq!((behind.step().0, behind.contribution().0), (0, None));
     assert_eq!(
         behind.vote(None, Some(1)).unwrap_err().kind(),
         ErrorKind::InvalidState
     );
     behind.healed(Ok(Lineage::from_peer("peer")));
-    assert_eq!(behind.vote(None, Some(1)).unwrap().key.step, 9);
+    assert_eq!(behind.vote(None, Some(1)).unwrap().key.step, Step(9));
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn a_rank_that_did_not_take_over_what_its_replica_was_to_at_its_own_step_holds_n
     r.decided(Some(false)).unwrap();
     // Another rank did not get the state, so both heal again, and now it is this one that does not.
     assert_eq!(
-        (r.start(false).step, r.start(false).lineage.as_str()),
+        (r.start(false).step.0, r.start(false).lineage.as_str()),
         (9, "peer")
     );
     let again = |id| QuorumResult {
@@ -158,7 +158,7 @@ fn a_rank_that_did_not_take_over_what_its_replica_was_to_at_its_own_step_holds_n
     for _ in 0..2 {
         let request = r.start(true);
         assert_eq!(
-            (request.step, request.lineage.as_str(), request.healed),
+            (request.step.0, request.lineage.as_str(), request.healed),
             (0, "", false)
         );
         assert_eq!(
@@ -168,7 +168,7 @@ fn a_rank_that_did_not_take_over_what_its_replica_was_to_at_its_own_step_holds_n
     }
     come_up(&mut r, again(7));
     let request = r.start(false);
-    assert_eq!((request.step, request.batches_committed), (9, 40));
+    assert_eq!((request.step.0, request.batches_committed), (9, 40));
 }
 
 #[test]
@@ -239,7 +239,7 @@ fn the_source_of_an_initial_sync_has_the_history_of_those_that_heal_from_it() {
         r.decided(Some(true)).unwrap();
     }
     assert_eq!(source.lineage(), other.lineage());
-    assert_eq!(source.lineage(), &Lineage::from_peer("initial").after(6, 0));
+    assert_eq!(source.lineage(), &Lineage::from_peer("initial").after(6, Step(0)));
 }
 
 #[test]
@@ -270,7 +270,7 @@ fn batches_are_counted_where_something_was_reduced_and_go_with_the_state_that_he
     assert_eq!(commit(&mut r, ahead, Some(1), true), 41);
     assert_eq!(r.start(false).batches_committed, 41);
     let mut saved = rank();
-    saved.restore(3, Lineage::default(), 17).unwrap();
+    saved.restore(Step(3), Lineage::default(), 17).unwrap();
     assert_eq!(saved.start(false).batches_committed, 17);
 }
 
@@ -282,7 +282,7 @@ fn more_lost_attempts_in_a_row_than_max_retries_end_the_run_and_a_commit_begins_
     });
     let mut attempt = |n: i64, decision| {
         r.start(false);
-        let quorum = answer(n, r.step(), false);
+        let quorum = answer(n, r.step().0, false);
         come_up(&mut r, quorum);
         r.vote(None, Some(1)).unwrap();
         r.decided(decision)
@@ -349,9 +349,9 @@ fn a_spare_fetches_and_asks_again_and_after_three_times_it_wants_to_be_a_member(
         };
         assert!(matches!(r.answered(spare, None), Next::Fetch));
         assert_eq!((r.in_step(), r.epoch()), (false, None), "it is in no epoch");
-        let lineage = Lineage::default().after(5, step);
+        let lineage = Lineage::default().after(5, Step(step));
         assert!(matches!(r.fetched(Ok(lineage)), Next::Ask));
-        assert_eq!(r.step(), step);
+        assert_eq!(r.step().0, step);
     }
     assert_eq!(r.start(false).joining, Joining::Now);
     // A member that lost the step is not sent out again; one that committed is.
@@ -385,7 +385,7 @@ fn a_spare_that_gets_no_state_loses_no_vote() {
     r.answered(spare, None);
     let gone = Error::new(ErrorKind::PeerLost, "all sources are gone");
     assert!(matches!(r.fetched(Err(gone)), Next::Ask));
-    assert_eq!((r.step(), r.commit_failures()), (0, 0));
+    assert_eq!((r.step().0, r.commit_failures()), (0, 0));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::member::Member;
+use ftcore::Step;
 
 struct Rig {
     state: ReplicaState,
@@ -59,7 +60,7 @@ impl Rig {
             self.tickets,
             VoteKey {
                 quorum_id: 7,
-                step: 0,
+                step: Step(0),
                 attempt: 0,
             },
         );

@@ -6,7 +6,7 @@
 //! A state that was taken over holds inner steps of its source, which the source sends itself. They leave the local parameters before any other round
 //! is sent ([`Rounds::drops_inherited`], [`Rounds::is_copy`]), so that no replica's work counts twice (INV-4).
 
-use ftcore::Result;
+use ftcore::{Result, Step};
 
 use super::{Due, Integrity, RoundRules, Schedule, Sends};
 
@@ -15,7 +15,7 @@ use super::{Due, Integrity, RoundRules, Schedule, Sends};
 pub struct Rounds<G> {
     schedule: Schedule,
     /// The outer gradient of the round in flight, and its step.
-    kept: Option<(i64, G)>,
+    kept: Option<(Step, G)>,
     locals: Locals,
     integrity: Integrity,
 }
@@ -60,7 +60,7 @@ impl<G> Rounds<G> {
     }
 
     /// A saved run was taken up at `step`, with the outer gradient of a round in flight or without.
-    pub fn restored(&mut self, step: i64, gradient: Option<G>) {
+    pub fn restored(&mut self, step: Step, gradient: Option<G>) {
         self.schedule.restored(step, gradient.is_some());
         self.locals = Locals::Own;
         self.kept = gradient.map(|gradient| (step, gradient));
@@ -106,13 +106,13 @@ impl<G> Rounds<G> {
 
     /// True if the quorum that a replica at `step` asks for next is that of the run's last step: the closing round has no data, as that of
     /// step 0, which is the first.
-    pub fn is_last(&self, step: i64) -> bool {
-        step > 0 && !self.schedule.has_data(step)
+    pub fn is_last(&self, step: Step) -> bool {
+        step > Step(0) && !self.schedule.has_data(step)
     }
 
     /// There is a quorum for `step`: what goes out in it. Errors: `InvalidState` if a state was taken over in part: with that no rank goes on, not
     /// even to lose the vote (INV-5).
-    pub fn joined(&mut self, step: i64) -> Result<Sends> {
+    pub fn joined(&mut self, step: Step) -> Result<Sends> {
         self.integrity.check()?;
         self.schedule.joined(step);
         if !self.schedule.has_data(step) {
@@ -127,7 +127,7 @@ impl<G> Rounds<G> {
     }
 
     /// Keeps the outer gradient that was made for `step`.
-    pub fn keep(&mut self, step: i64, gradient: G) {
+    pub fn keep(&mut self, step: Step, gradient: G) {
         self.kept = Some((step, gradient));
     }
 
@@ -219,7 +219,7 @@ impl<G> Rounds<G> {
 
 #[cfg(test)]
 mod tests {
-    use ftcore::{Error, ErrorKind};
+    use ftcore::{Error, ErrorKind, Step};
 
     use super::*;
 
@@ -228,10 +228,10 @@ mod tests {
             round_steps: 2,
             delay: 1,
             eager: false,
-            last: Some(3),
+            last: Some(Step(3)),
         });
         rounds.begin().unwrap();
-        assert_eq!(rounds.joined(0).unwrap(), Sends::Nothing);
+        assert_eq!(rounds.joined(Step(0)).unwrap(), Sends::Nothing);
         rounds.sent();
         rounds.applied(Ok(())).unwrap();
         rounds.begun();
@@ -242,42 +242,48 @@ mod tests {
     #[test]
     fn an_outer_gradient_lasts_until_its_round_commits_or_another_state_comes() {
         let mut rounds = running();
-        assert_eq!(rounds.joined(1).unwrap(), Sends::Fresh);
-        rounds.keep(1, 7);
+        assert_eq!(rounds.joined(Step(1)).unwrap(), Sends::Fresh);
+        rounds.keep(Step(1), 7);
         rounds.sent();
         rounds.inner_step().unwrap();
         rounds.lost();
         assert_eq!(
-            (rounds.joined(1).unwrap(), rounds.kept()),
+            (rounds.joined(Step(1)).unwrap(), rounds.kept()),
             (Sends::Again, Some(&7))
         );
         rounds.sent();
         rounds.applied(Ok(())).unwrap();
         rounds.inner_step().unwrap();
-        assert_eq!((rounds.joined(2).unwrap(), rounds.kept()), (Sends::Fresh, None));
-        rounds.keep(2, 8);
+        assert_eq!(
+            (rounds.joined(Step(2)).unwrap(), rounds.kept()),
+            (Sends::Fresh, None)
+        );
+        rounds.keep(Step(2), 8);
         rounds.sent();
         rounds.inner_step().unwrap();
         rounds.lost();
         rounds.loaded(1, Ok(())).unwrap();
-        assert_eq!((rounds.joined(2).unwrap(), rounds.kept()), (Sends::Fresh, None));
+        assert_eq!(
+            (rounds.joined(Step(2)).unwrap(), rounds.kept()),
+            (Sends::Fresh, None)
+        );
     }
 
     #[test]
     fn inv4_inherited_inner_steps_are_dropped_once_and_the_round_in_flight_is_a_copy_until_it_commits() {
         let mut rounds = running();
-        rounds.joined(1).unwrap();
+        rounds.joined(Step(1)).unwrap();
         assert!(!rounds.is_copy() && !rounds.drops_inherited());
         rounds.loaded(1, Ok(())).unwrap();
         assert!(rounds.drops_inherited() && !rounds.drops_inherited());
-        rounds.joined(2).unwrap();
+        rounds.joined(Step(2)).unwrap();
         rounds.sent();
         rounds.lost();
         assert!(rounds.is_copy() && !rounds.drops_inherited());
         // Another source, in the next attempt.
         rounds.loaded(1, Ok(())).unwrap();
         assert!(rounds.drops_inherited());
-        rounds.joined(2).unwrap();
+        rounds.joined(Step(2)).unwrap();
         rounds.sent();
         rounds.applied(Ok(())).unwrap();
         assert!(!rounds.is_copy() && !rounds.drops_inherited());
@@ -289,7 +295,7 @@ mod tests {
             last: None,
         });
         rounds.loaded(1, Ok(())).unwrap();
-        rounds.restored(3, None);
+        rounds.restored(Step(3), None);
         assert!(!rounds.is_copy() && !rounds.drops_inherited());
     }
 
@@ -298,7 +304,7 @@ mod tests {
         let broken = || Err::<(), _>(Error::new(ErrorKind::Io, "the device is gone"));
         for case in 0..3 {
             let mut rounds = running();
-            rounds.joined(1).unwrap();
+            rounds.joined(Step(1)).unwrap();
             let written = match case {
                 0 => rounds.loaded(0, broken()),
                 1 => rounds.applied(broken()),
@@ -306,7 +312,7 @@ mod tests {
             };
             written.unwrap_err();
             for e in [
-                rounds.joined(1).unwrap_err(),
+                rounds.joined(Step(1)).unwrap_err(),
                 rounds.inner_step().unwrap_err(),
                 rounds.close().unwrap_err(),
                 rounds.leave().unwrap_err(),

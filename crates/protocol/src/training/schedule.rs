@@ -3,7 +3,7 @@
 //! `Schedule::due` says what comes next; the engine does it and says how it went. Between two calls of the training loop nothing is due, unless
 //! a call ended with an error: the next call then goes on with what was due, and counts no inner step for it.
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 
 /// What stays the same for the whole run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub struct RoundRules {
     /// A round is sent where the one before it ends.
     pub eager: bool,
     /// The last step with data; `None` if the training loop decides.
-    pub last: Option<i64>,
+    pub last: Option<Step>,
 }
 
 /// What the engine has to do before the next inner step.
@@ -60,10 +60,10 @@ pub(super) struct Schedule {
     send_at: u64,
     eager: bool,
     /// The last step with data, once it is known.
-    last: Option<i64>,
+    last: Option<Step>,
     phase: Phase,
     /// The step that is being worked on: as many were committed.
-    step: i64,
+    step: Step,
     /// Inner steps made in the current round.
     count: u64,
     round: Option<Round>,
@@ -81,7 +81,7 @@ impl Schedule {
             eager: rules.eager,
             last: rules.last,
             phase: Phase::New,
-            step: 0,
+            step: Step(0),
             count: 0,
             round: None,
         }
@@ -101,8 +101,8 @@ impl Schedule {
     }
 
     /// True if step `step` reduces an outer gradient: the initial synchronisation and the closing round have none.
-    pub(super) fn has_data(&self, step: i64) -> bool {
-        step > 0 && self.last.is_none_or(|last| step <= last)
+    pub(super) fn has_data(&self, step: Step) -> bool {
+        step > Step(0) && self.last.is_none_or(|last| step <= last)
     }
 
     /// True once all rounds with data are done.
@@ -132,11 +132,11 @@ impl Schedule {
     }
 
     /// A saved run was taken up at `step`, with the outer gradient of a round in flight or without.
-    pub(super) fn restored(&mut self, step: i64, with_gradient: bool) {
+    pub(super) fn restored(&mut self, step: Step, with_gradient: bool) {
         (self.phase, self.step, self.round) = (Phase::Restored, step, None);
         if with_gradient {
             self.round = Some(Round::Open { again: false });
-        } else if step == 0 || self.count >= self.send_at && self.has_data(step) {
+        } else if step == Step(0) || self.count >= self.send_at && self.has_data(step) {
             self.open();
         }
     }
@@ -201,7 +201,7 @@ impl Schedule {
     }
 
     /// There is a quorum for `step`.
-    pub(super) fn joined(&mut self, step: i64) {
+    pub(super) fn joined(&mut self, step: Step) {
         self.step = step;
     }
 

@@ -3,7 +3,7 @@
 //! Gradients belong to the state that they were computed on and, where the samples are dealt among the contributors, to this replica's
 //! place among them. While these stand, a repeated attempt sends the same gradients; when they change they are computed anew.
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 
 use super::{Integrity, Sends};
 
@@ -11,7 +11,7 @@ use super::{Integrity, Sends};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
     /// The step that the state is of, after healing.
-    pub step: i64,
+    pub step: Step,
     /// The place among those that contribute; `None` if this replica does not.
     pub contributor_rank: Option<u32>,
     /// How many contribute.
@@ -32,13 +32,13 @@ enum Stage {
 }
 
 /// What gradients are of: the step, and the place among its contributors.
-type Basis = (i64, Option<(Option<u32>, u32)>);
+type Basis = (Step, Option<(Option<u32>, u32)>);
 
 /// The steps of a run. `G` are the gradients of one step.
 #[derive(Debug)]
 pub struct Steps<G> {
     /// The number of steps, after which the run is closed; `None` if the training loop decides.
-    last: Option<i64>,
+    last: Option<Step>,
     /// This replica's samples follow from its place among the contributors.
     by_place: bool,
     stage: Stage,
@@ -51,7 +51,7 @@ pub struct Steps<G> {
 impl<G> Steps<G> {
     /// A run of `last` steps, or one whose end the training loop decides. `by_place`: this replica's samples follow from its place among the
     /// contributors.
-    pub fn new(last: Option<i64>, by_place: bool) -> Self {
+    pub fn new(last: Option<Step>, by_place: bool) -> Self {
         Self {
             last,
             by_place,
@@ -95,12 +95,12 @@ impl<G> Steps<G> {
         Ok(())
     }
 
-    fn is_closing(&self, step: i64) -> bool {
+    fn is_closing(&self, step: Step) -> bool {
         self.closes || self.last.is_some_and(|last| step >= last)
     }
 
     /// True if the quorum that a replica at `step` asks for next is that of the run's last step.
-    pub fn is_last(&self, step: i64) -> bool {
+    pub fn is_last(&self, step: Step) -> bool {
         self.is_closing(step)
     }
 
@@ -132,7 +132,7 @@ impl<G> Steps<G> {
     }
 
     /// Keeps what was computed ahead of the quorum, on the state of `step`. Only where the place among the contributors does not matter.
-    pub fn keep_ahead(&mut self, step: i64, gradients: G) {
+    pub fn keep_ahead(&mut self, step: Step, gradients: G) {
         self.kept = Some(((step, None), gradients));
     }
 
@@ -164,7 +164,7 @@ impl<G> Steps<G> {
     }
 
     /// True if `finish` makes the closing round for a replica at `step`: one that healed right into it has been through it already.
-    pub fn closing_is_due(&self, step: i64) -> bool {
+    pub fn closing_is_due(&self, step: Step) -> bool {
         self.stage != Stage::Closed && self.last.is_none_or(|last| step <= last)
     }
 
@@ -192,7 +192,7 @@ mod tests {
 
     fn share(step: i64, (rank, world): (u32, u32), contributes: bool) -> Share {
         Share {
-            step,
+            step: Step(step),
             contributor_rank: Some(rank).filter(|_| contributes),
             contributors: world,
         }
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn gradients_are_sent_again_for_the_same_state_and_share_of_the_data_only() {
-        let mut steps = Steps::new(Some(9), true);
+        let mut steps = Steps::new(Some(Step(9)), true);
         let first = share(3, (0, 2), true);
         steps.begin(false).unwrap();
         assert_eq!(steps.joined(&first).unwrap(), Sends::Fresh);
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn gradients_that_were_computed_ahead_are_of_their_step_only() {
         let mut steps = Steps::new(None, false);
-        steps.keep_ahead(3, 7);
+        steps.keep_ahead(Step(3), 7);
         assert_eq!(steps.joined(&share(3, (1, 2), true)).unwrap(), Sends::Again);
         assert_eq!(steps.joined(&share(4, (1, 2), true)).unwrap(), Sends::Fresh);
         // This replica healed, and its own work does not count.
@@ -273,13 +273,13 @@ mod tests {
 
     #[test]
     fn after_the_closing_round_there_is_no_step_and_who_healed_into_it_does_it_once() {
-        let mut steps = Steps::<()>::new(Some(5), false);
-        assert!(steps.closing_is_due(5) && !steps.closing_is_due(6));
+        let mut steps = Steps::<()>::new(Some(Step(5)), false);
+        assert!(steps.closing_is_due(Step(5)) && !steps.closing_is_due(Step(6)));
         steps.begin(true).unwrap();
         steps.joined(&share(5, (0, 2), true)).unwrap();
         steps.close().unwrap();
         assert!(
-            !steps.closing_is_due(5),
+            !steps.closing_is_due(Step(5)),
             "finish may be called again after an error"
         );
         assert!(steps.check().is_err() && steps.check_state().is_ok());

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use ftcore::Step;
 use oxccl_protocol::{Joining, Quorum, QuorumResult};
 
 use oxccl_protocol::rank::Rank;
@@ -17,9 +18,9 @@ const SOURCES: usize = 3;
 #[derive(Debug, Default)]
 pub(crate) struct Checks {
     /// The value of each state, and how many batches led to it: by group rank, step and history. Two of them would be two states of which no member heals (INV-6).
-    values: BTreeMap<(u32, i64, String), (u64, i64)>,
+    values: BTreeMap<(u32, Step, String), (u64, i64)>,
     /// The history after each commit, by group rank, epoch and step: those that commit together go on as one.
-    commits_of: BTreeMap<(u32, i64, i64), String>,
+    commits_of: BTreeMap<(u32, i64, Step), String>,
     /// The members of each epoch: an epoch is one set of members (INV-7, L01).
     epochs: BTreeMap<i64, Vec<String>>,
     /// Replicas do not tell how many batches led to their state.
@@ -29,21 +30,21 @@ pub(crate) struct Checks {
     /// The lighthouse's ids begin again somewhere before the last one.
     pub(crate) counts_back: bool,
     /// How many hold the state of an epoch and step.
-    holders: BTreeMap<(i64, i64), usize>,
+    holders: BTreeMap<(i64, Step), usize>,
     /// What was offered: group rank, step, and both parts of the state.
-    offers: BTreeSet<(u32, i64, u64, u64)>,
+    offers: BTreeSet<(u32, Step, u64, u64)>,
     /// Whose state the ranks of a replica hold in a step of an epoch.
-    together: BTreeMap<(usize, u64, i64, i64), Option<Taken>>,
+    together: BTreeMap<(usize, u64, i64, Step), Option<Taken>>,
     /// Whether the ranks of a replica computed in an attempt, by its epoch, step and number.
-    computed: BTreeMap<(usize, u64, i64, i64, i64), bool>,
+    computed: BTreeMap<(usize, u64, i64, Step, i64), bool>,
     /// The highest step of the last quorum of this lighthouse.
-    frontier: Option<i64>,
+    frontier: Option<Step>,
     /// Its members.
     last: Vec<String>,
     /// They all know what a spare is.
     knows_spares: bool,
     /// When each replica asked last, and at which step.
-    asked: BTreeMap<String, (Duration, i64)>,
+    asked: BTreeMap<String, (Duration, Step)>,
     /// Quorums with spares beside them.
     pub(crate) spares: u64,
     /// Steps that replicas have committed, over all of them.
@@ -74,14 +75,14 @@ impl Checks {
     }
 
     /// A rank has committed `step` in `epoch`: from the same state as all that do, or one of them would heal to what it holds already.
-    pub(crate) fn committed(&mut self, who: Who, epoch: i64, step: i64, rank: &Rank) -> Result<(), String> {
+    pub(crate) fn committed(&mut self, who: Who, epoch: i64, step: Step, rank: &Rank) -> Result<(), String> {
         let lineage = rank.lineage().as_str();
         // torchft's managers tell no lineage. A step that one alone has committed is done again by the others, and if it comes back at the same
         // step, as they are then, no lighthouse can tell the two histories apart.
         if self.foreign {
             let range = (who.rank, i64::MIN, step)..=(who.rank, i64::MAX, step);
             let of_step =
-                |((_, e, s), l): (&(u32, i64, i64), &String)| *s == step && *e != epoch && l != lineage;
+                |((_, e, s), l): (&(u32, i64, Step), &String)| *s == step && *e != epoch && l != lineage;
             self.is_split |= self.commits_of.range(range).any(of_step);
         }
         let is_split = self.is_split;
@@ -98,7 +99,7 @@ impl Checks {
     }
 
     /// A rank did not commit `step`, which was reduced in `epoch`: what another replica needed for its commit was on its way to this one.
-    pub(crate) fn work_is_kept(&self, who: Who, epoch: i64, step: i64) -> Result<(), String> {
+    pub(crate) fn work_is_kept(&self, who: Who, epoch: i64, step: Step) -> Result<(), String> {
         match self.commits_of.contains_key(&(who.rank, epoch, step)) {
             true => Err(format!(
                 "{who:?} lost step {step} of epoch {epoch}, which another replica has committed"
@@ -140,7 +141,7 @@ impl Checks {
     }
 
     /// A rank took a state over: one that some replica offered as a whole.
-    pub(crate) fn taken_over(&self, who: Who, step: i64, value: u64, local: u64) -> Result<(), String> {
+    pub(crate) fn taken_over(&self, who: Who, step: Step, value: u64, local: u64) -> Result<(), String> {
         if self.offers.contains(&(who.rank, step, value, local)) {
             return Ok(());
         }
@@ -154,7 +155,7 @@ impl Checks {
         &mut self,
         who: Who,
         epoch: i64,
-        step: i64,
+        step: Step,
         taken: Option<Taken>,
     ) -> Result<(), String> {
         let key = (who.slot, who.incarnation, epoch, step);
@@ -172,7 +173,7 @@ impl Checks {
     pub(crate) fn computed(
         &mut self,
         who: Who,
-        (epoch, step, attempt): (i64, i64, i64),
+        (epoch, step, attempt): (i64, Step, i64),
         computes: bool,
     ) -> Result<(), String> {
         let key = (who.slot, who.incarnation, epoch, step, attempt);
@@ -190,7 +191,7 @@ impl Checks {
     }
 
     /// A replica asks the lighthouse.
-    pub(crate) fn asks(&mut self, replica_id: &str, step: i64, now: Duration) {
+    pub(crate) fn asks(&mut self, replica_id: &str, step: Step, now: Duration) {
         // A question that is asked again after its connection broke has waited all the while.
         self.asked.entry(replica_id.to_string()).or_insert((now, step)).1 = step;
     }
@@ -229,7 +230,12 @@ impl Checks {
     }
 
     fn note_holders(&mut self, quorum: &Quorum) {
-        let step = quorum.participants.iter().map(|m| m.step).max().unwrap_or(0);
+        let step = quorum
+            .participants
+            .iter()
+            .map(|m| m.step)
+            .max()
+            .unwrap_or_default();
         let mut held: BTreeMap<&str, usize> = BTreeMap::new();
         for m in quorum.participants.iter().filter(|m| m.step == step) {
             *held.entry(&m.lineage).or_default() += 1;
@@ -237,8 +243,8 @@ impl Checks {
         let untold = held.remove("").unwrap_or(0);
         // Before the first commit only one replica, or those that took its state over, are told as sources.
         let number = match held.values().max() {
-            None if step == 0 => 1,
-            Some(most) if step == 0 => *most,
+            None if step == Step(0) => 1,
+            Some(most) if step == Step(0) => *most,
             most => most.copied().unwrap_or(0) + untold,
         };
         self.holders.insert((quorum.quorum_id, step), number);

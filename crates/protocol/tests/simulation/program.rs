@@ -4,7 +4,7 @@
 //! A number of the model follows from all that was ever applied to it, so that whatever is left out, applied twice or of another state shows. An
 //! inner step adds a number of its own to the local parameters, and an outer gradient is the difference: it names the work in it.
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Step};
 use oxccl_protocol::training::{Due, RoundRules, Rounds, Sends, Share, Steps};
 
 use crate::random::{Training, mix};
@@ -69,7 +69,7 @@ pub(crate) struct Gradient {
     pub(crate) pieces: Vec<u64>,
     /// The state that it was made of.
     pub(crate) of: u64,
-    pub(crate) step: i64,
+    pub(crate) step: Step,
     fragment: usize,
     /// The inner steps in it, as this process counts them, and how many there must be if that is known.
     from: u64,
@@ -107,7 +107,7 @@ pub(crate) struct Program {
     machine: Machine,
     model: Model,
     training: Training,
-    last: Option<i64>,
+    last: Option<Step>,
     call: Call,
     /// A step of data parallel has begun and has not committed.
     is_open: bool,
@@ -121,7 +121,7 @@ pub(crate) struct Program {
     /// Of each fragment: up to this inner step all have counted in a committed round, or are of another state.
     counted: Vec<u64>,
     /// This attempt's share.
-    sent: Option<(i64, Option<Gradient>)>,
+    sent: Option<(Step, Option<Gradient>)>,
     /// Gradients of data parallel were computed in this attempt: with all ranks of the replica, if the model is spread over them.
     pub(crate) has_computed: bool,
     healed: bool,
@@ -140,7 +140,7 @@ pub(crate) enum Wrong {
 }
 
 impl Program {
-    pub(crate) fn new(training: Training, last: Option<i64>, value: u64, salt: u64) -> Self {
+    pub(crate) fn new(training: Training, last: Option<Step>, value: u64, salt: u64) -> Self {
         let fragments = training.fragments();
         let all = (0..fragments as u64).map(|f| Fragment::of(mix(value ^ f)));
         let machine = match training {
@@ -211,7 +211,7 @@ impl Program {
         matches!(self.machine, Machine::Rounds(_))
     }
 
-    pub(crate) fn is_last(&self, step: i64) -> bool {
+    pub(crate) fn is_last(&self, step: Step) -> bool {
         match &self.machine {
             Machine::Steps(steps) => steps.is_last(step),
             Machine::Rounds(rounds) => rounds.is_last(step),
@@ -219,7 +219,7 @@ impl Program {
     }
 
     /// The program makes its next call, or the same again after one that failed. Errors: the program ends.
-    pub(crate) fn calls(&mut self, step: i64) -> Result<Turn> {
+    pub(crate) fn calls(&mut self, step: Step) -> Result<Turn> {
         let over = match self.machine {
             Machine::Steps(_) => self.last.is_some_and(|last| step >= last),
             Machine::Rounds(_) => self.last.is_some_and(|last| step > last),
@@ -253,7 +253,7 @@ impl Program {
     }
 
     /// The training loop has computed for a while.
-    pub(crate) fn works(&mut self, step: i64) -> Result<Turn> {
+    pub(crate) fn works(&mut self, step: Step) -> Result<Turn> {
         self.made += 1;
         let data = mix(self.salt ^ self.made);
         for (f, fragment) in (0..).zip(&mut self.model.fragments) {
@@ -270,7 +270,7 @@ impl Program {
     }
 
     /// What comes next in the present call, or after it.
-    pub(crate) fn turn(&mut self, step: i64) -> Result<Turn> {
+    pub(crate) fn turn(&mut self, step: Step) -> Result<Turn> {
         loop {
             let rounds = match &mut self.machine {
                 Machine::Steps(_) if self.is_open => return Ok(Turn::Attempt),
@@ -383,7 +383,7 @@ impl Program {
     }
 
     /// The share of the state that a contribution must be of.
-    pub(crate) fn present(&self, step: i64) -> u64 {
+    pub(crate) fn present(&self, step: Step) -> u64 {
         self.model.fragments[self.training.fragment_at(step)].global
     }
 
@@ -477,7 +477,7 @@ impl Program {
     }
 
     /// Every inner step counts in one committed round of each fragment, in the first that begins after it.
-    fn counts_once(&self, step: i64, fragment: usize, own: Gradient) -> std::result::Result<(), String> {
+    fn counts_once(&self, step: Step, fragment: usize, own: Gradient) -> std::result::Result<(), String> {
         if !matches!(self.machine, Machine::Rounds(_)) {
             return Ok(());
         }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use ftcore::Step;
 use oxccl_protocol::quorum::OrderKind;
 
 /// A stream of random numbers.
@@ -81,8 +82,8 @@ impl Training {
     }
 
     /// The fragment of round `step`.
-    pub(crate) fn fragment_at(self, step: i64) -> usize {
-        usize::try_from(step - 1).unwrap_or(0) % self.fragments()
+    pub(crate) fn fragment_at(self, step: Step) -> usize {
+        usize::try_from(step.0 - 1).unwrap_or(0) % self.fragments()
     }
 
     pub(crate) fn is_eager(self) -> bool {
@@ -171,7 +172,7 @@ pub(crate) struct Scenario {
     pub(crate) foreign: bool,
     pub(crate) training: Training,
     /// The last step with data, after which the replicas end the run. `None`: they train on.
-    pub(crate) last: Option<i64>,
+    pub(crate) last: Option<Step>,
     /// Of a thousand messages to the lighthouse so many come late, after others of the same replica, or twice.
     pub(crate) disorder: u64,
     /// The wall clock may stand elsewhere at every start of the lighthouse.
@@ -215,7 +216,7 @@ impl Scenario {
             disorder: [0, 0, 0, 10, 100][r.below(5) as usize],
             clock_jumps: r.chance(300),
             training: Training::of(&mut r),
-            last: r.chance(200).then(|| 2 + r.below(24) as i64),
+            last: r.chance(200).then(|| Step(2 + r.below(24) as i64)),
             keeps_work: false,
             initial: true,
             forgets: false,

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 use oxccl_protocol::ends::Ends;
 use oxccl_protocol::gather::RankRequest;
 use oxccl_protocol::quorum::Ticket;
@@ -43,7 +43,7 @@ pub(crate) enum Done {
 /// What others may heal from.
 #[derive(Debug, Clone)]
 pub(crate) struct Offer {
-    pub(crate) step: i64,
+    pub(crate) step: Step,
     pub(crate) epoch: i64,
     pub(crate) model: Model,
     pub(crate) lineage: Lineage,
@@ -163,7 +163,7 @@ impl Trainer {
         self.rank.in_step() && self.rank.epoch() == Some(epoch)
     }
 
-    pub(crate) fn step(&self) -> i64 {
+    pub(crate) fn step(&self) -> Step {
         self.rank.step()
     }
 

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Error, ErrorKind, Step};
 use oxccl_protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
 use oxccl_protocol::rank::RankVote;
 use oxccl_protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
@@ -381,18 +381,20 @@ impl World {
     }
 
     /// The smallest step of a replica's ranks.
-    fn step_of(&self, slot: usize) -> i64 {
-        self.trainers(slot).map(Trainer::step).min().unwrap_or(0)
+    fn step_of(&self, slot: usize) -> Step {
+        self.trainers(slot).map(Trainer::step).min().unwrap_or_default()
     }
 
     /// The step that a replica holds as a whole: none where its ranks took the state over from several sources, or at several times.
-    fn whole_step_of(&self, slot: usize) -> i64 {
+    fn whole_step_of(&self, slot: usize) -> Step {
         let mut trainers = self.trainers(slot);
-        let Some(first) = trainers.next() else { return 0 };
+        let Some(first) = trainers.next() else {
+            return Step(0);
+        };
         if trainers.all(|t| t.is_one_with(first)) {
             first.step()
         } else {
-            0
+            Step(0)
         }
     }
 
@@ -406,14 +408,14 @@ impl World {
     fn stuck(&mut self) {
         let newest = |hung: bool| {
             let slots = (0..self.replicas.len()).filter(|&s| self.is_hung(s) == hung);
-            slots.map(|s| self.whole_step_of(s)).max().unwrap_or(0)
+            slots.map(|s| self.whole_step_of(s)).max().unwrap_or_default()
         };
         let hangs = (0..self.replicas.len()).any(|s| self.is_hung(s));
         let recorded = self
             .lighthouse
             .as_ref()
             .and_then(|l| l.state.record())
-            .map_or(0, |r| r.step);
+            .map_or(Step(0), |r| r.step);
         let reason = self.lighthouse.as_ref().map(|l| l.state.reason(self.instant()));
         // Whose replicas tell nothing, and which has no record, waits for all of them, also while one of them is about to ask again.
         let knows_nothing = self.scenario.foreign && self.scenario.initial;

@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use ftcore::Step;
 use protocol::quorum::{QuorumRules, Record, Start};
 
 use super::super::reply::Part;
@@ -71,7 +72,7 @@ fn join(id: &str, step: i64, ticket: Ticket) -> (Message, oneshot::Receiver<Resu
         address: format!("http://{id}:1"),
         store_address: format!("{id}:2"),
         world_size: 1,
-        step,
+        step: Step(step),
         ..Member::default()
     };
     let message = Message::Join {
@@ -199,7 +200,7 @@ fn each_replica_of_a_large_job_gets_its_own_place_for_every_step_and_nobody_is_f
             assert!(matches!(told, protocol::Told::Parts(_)), "step {step}");
             let place = told.place(&id(i), 0, true).unwrap();
             epochs.insert(place.quorum_id);
-            assert_eq!((place.replica_world_size as usize, place.max_step), (N, step));
+            assert_eq!((place.replica_world_size as usize, place.max_step.0), (N, step));
             assert_eq!(place.spare, i == N);
             if i < N {
                 assert_eq!(

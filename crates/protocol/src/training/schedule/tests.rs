@@ -1,6 +1,7 @@
 //! Random walks of whole jobs over the rounds alone: lost votes, quorums that do not come about, heals, deaths, and runs that are stopped and go
 //! on. A replica here is its [`Schedule`] and what the engine keeps beside them.
 
+use ftcore::Step;
 use proptest::prelude::*;
 
 use super::{Due, RoundRules, Schedule};
@@ -22,11 +23,11 @@ struct Replica {
     rounds: Schedule,
     has_begun: bool,
     is_closed: bool,
-    step: i64,
+    step: Step,
     /// The step of the gradient that is kept.
-    kept: Option<i64>,
+    kept: Option<Step>,
     /// Steps whose result was applied here.
-    applied: Vec<i64>,
+    applied: Vec<Step>,
     /// Inner steps since the round began to overlap with them, and whether another state came in between.
     made: u64,
     has_jumped: bool,
@@ -42,7 +43,7 @@ impl Replica {
             rounds,
             has_begun: false,
             is_closed: false,
-            step: 0,
+            step: Step(0),
             kept: None,
             applied: Vec::new(),
             made: 0,
@@ -94,7 +95,7 @@ impl Replica {
         }
     }
 
-    fn join(&mut self, config: &RoundRules, newest: i64, source: u64) {
+    fn join(&mut self, config: &RoundRules, newest: Step, source: u64) {
         let healed = self.step < newest;
         if healed {
             (self.step, self.kept) = (newest, None);
@@ -102,7 +103,7 @@ impl Replica {
             self.rounds.replaced(source);
         }
         self.rounds.joined(newest);
-        let has_data = config.last.is_none_or(|last| newest <= last) && newest > 0;
+        let has_data = config.last.is_none_or(|last| newest <= last) && newest > Step(0);
         assert_eq!(self.rounds.has_data(newest), has_data);
         if let Some(of) = self.kept {
             assert_eq!(of, newest, "a gradient was kept beyond its round");
@@ -224,7 +225,7 @@ proptest! {
             round_steps: per,
             delay: if eager { 0 } else { delay % per },
             eager,
-            last: Some(rounds),
+            last: Some(Step(rounds)),
         };
         walk(&config, replicas, seed);
     }

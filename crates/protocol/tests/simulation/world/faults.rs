@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::ends::Leave;
+use ftcore::Step;
 
 impl World {
     pub(super) fn world_event(&mut self, what: Happening) {
@@ -264,11 +265,11 @@ impl World {
             address: address.into(),
             store_address: store_address.into(),
             // At or below the recorded step it would be a newcomer like any other.
-            step: if is_well_formed {
+            step: Step(if is_well_formed {
                 absurd.max(1 << 40)
             } else {
                 absurd
-            },
+            }),
             world_size: 1,
             lineage: ["", "made up"][(claim >> 24) as usize % 2].into(),
             last_quorum_id: absurd.max(0),

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::trainer::Offer;
+use ftcore::Step;
 
 impl World {
     /// A state that a peer offers, as it is now.
@@ -9,7 +10,7 @@ impl World {
         &mut self,
         address: &str,
         rank: u32,
-        step: i64,
+        step: Step,
         epoch: i64,
     ) -> Option<(Who, Offer)> {
         let slot: usize = address
