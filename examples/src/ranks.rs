@@ -212,7 +212,7 @@ impl<R: Replica> Replica for InStep<R> {
             }
             let is_up = self.replica.error().is_none();
             let mine = [
-                participation.epoch,
+                participation.epoch.signed(),
                 participation.step.0,
                 i64::from(participation.contributes),
                 i64::from(participation.healed.is_some()),
@@ -295,7 +295,7 @@ mod tests {
     #[derive(Default)]
     struct Scripted {
         /// Epoch, step, and why the rank did not come up.
-        quorums: VecDeque<(i64, i64, Option<Error>)>,
+        quorums: VecDeque<(u64, i64, Option<Error>)>,
         error: Option<Error>,
         votes: Vec<bool>,
     }
@@ -306,7 +306,7 @@ mod tests {
             let contributes = error.is_none();
             self.error = error;
             Ok(Participation {
-                epoch,
+                epoch: Epoch(epoch),
                 step: Step(step),
                 replica_rank: 0,
                 replica_world_size: 2,
@@ -411,7 +411,7 @@ mod tests {
             let mut replica = InStep::new(scripted, ranks);
             let deadline = deadline_in(Duration::from_secs(60));
             let got = replica.start_quorum(&mut Values::default(), deadline).unwrap();
-            (got.epoch, got.step.0, replica.replica.votes)
+            (got.epoch.0, got.step.0, replica.replica.votes)
         });
         let expected = (4, 6, vec![false; 3]);
         assert_eq!(seen, [expected.clone(), expected]);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
-use ftcore::{Device, Error, ErrorKind, Result, Step, Traffic};
+use ftcore::{Device, Epoch, Error, ErrorKind, Result, Step, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 use quant::{ErrorFeedback, QuantizedGroup};
@@ -35,7 +35,7 @@ pub struct Place {
     /// Where the state goes to disk, if it does.
     pub checkpoints: Option<Checkpoints>,
     device: Device,
-    epoch: i64,
+    epoch: Epoch,
     inner: Duration,
     inner_steps: u64,
 }
@@ -56,7 +56,7 @@ impl Place {
             step: Arc::new(AtomicI64::new(-1)),
             residuals: None,
             checkpoints: None,
-            epoch: -1,
+            epoch: Epoch(0),
             inner: Duration::ZERO,
             inner_steps: 0,
         })
@@ -111,13 +111,10 @@ impl Place {
     }
 
     /// What a training loop calls with step and epoch whenever a reduction has been handed to the group.
-    pub fn reduce_begun(&self) -> impl FnMut(Step, i64) + Send + use<> {
+    pub fn reduce_begun(&self) -> impl FnMut(Step, Epoch) + Send + use<> {
         let events = self.events.clone();
         move |step, epoch| {
-            let (step, epoch) = (
-                u64::try_from(step.0).unwrap_or(0),
-                u64::try_from(epoch).unwrap_or(0),
-            );
+            let (step, epoch) = (u64::try_from(step.0).unwrap_or(0), epoch.0);
             events.send(EventKind::ReduceBegin { step, epoch });
         }
     }
@@ -149,7 +146,7 @@ impl Place {
     pub fn committed(
         &mut self,
         step: Step,
-        epoch: i64,
+        epoch: Epoch,
         members: usize,
         contributors: u32,
         healed: Option<&Healed>,
@@ -169,15 +166,12 @@ impl Place {
         if let Some(checkpoints) = &self.checkpoints {
             checkpoints.check_start(step)?;
         }
-        let (step, epoch_id) = (
-            u64::try_from(step.0).unwrap_or(0),
-            u64::try_from(epoch).unwrap_or(0),
-        );
+        let step = u64::try_from(step.0).unwrap_or(0);
         let participants = u32::try_from(members).unwrap_or(u32::MAX);
         if epoch != self.epoch {
             self.epoch = epoch;
             self.events.send(EventKind::Quorum {
-                epoch: epoch_id,
+                epoch: epoch.0,
                 step,
                 size: participants,
             });
@@ -188,7 +182,7 @@ impl Place {
         }
         self.events.send(EventKind::Commit(Commit {
             step,
-            epoch: epoch_id,
+            epoch: epoch.0,
             committed: true,
             participants,
             contributors,

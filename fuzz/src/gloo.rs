@@ -8,6 +8,7 @@ mod card;
 mod wire;
 
 use card::Card;
+use ftcore::Epoch;
 use wire::{Control, ControlKind, DataHeader, Hello, PieceHeader};
 
 /// What is accepted means the same after it was written and read again.
@@ -61,7 +62,7 @@ pub fn frames(data: &[u8]) {
 pub fn seeds() -> Vec<Vec<u8>> {
     let collective = ftcore::Collective::Barrier;
     let header = DataHeader {
-        epoch: 3,
+        epoch: Epoch(3),
         seq: 41,
         round: 2,
         algorithm: 1,
@@ -77,14 +78,14 @@ pub fn seeds() -> Vec<Vec<u8>> {
         world: 4,
         connections: 1,
         links: 1,
-        epoch: 3,
+        epoch: Epoch(3),
         constants: 7,
         nonce: 0x0123_4567_89AB_CDEF,
         process: 0xFEDC_BA98_7654_3210,
         line: 5,
     };
     let piece = PieceHeader {
-        epoch: 3,
+        epoch: Epoch(3),
         seq: 41,
         round: 2,
         offset: 1 << 18,
@@ -93,7 +94,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let control = Control {
         kind: ControlKind::Abort,
         code: 0,
-        epoch: 3,
+        epoch: Epoch(3),
         id: 9,
         a: 1,
         b: 2,

@@ -4,7 +4,7 @@
 #[path = "../../crates/isolate/src/wire/mod.rs"]
 mod wire;
 
-use ftcore::{Collective, DType, Device, Error, ErrorKind, GroupOptions, ReduceOp, Result, Tensor};
+use ftcore::{Collective, DType, Device, Epoch, Error, ErrorKind, GroupOptions, ReduceOp, Result, Tensor};
 use wire::frames::{Carry, Done, Either, Greeting, Order, Report, Settled, address, submit};
 use wire::op::Place;
 use wire::{MAX_FRAME, Writer};
@@ -113,7 +113,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             store: 5,
             prefix: text(),
             name: text(),
-            epoch: 9,
+            epoch: Epoch(9),
             rank: 1,
             world: 4,
             deadline,
@@ -144,7 +144,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         .with_rank(1)
         .with_peer(2)
         .with_peer_address("10.0.0.2:5000".to_string())
-        .with_epoch(3)
+        .with_epoch(Epoch(3))
         .with_seq(4)
         .with_data(DType::F32, 5)
         .with_code(6)
@@ -153,7 +153,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         name: text(),
         rank: 1,
         world: 2,
-        epoch: 3,
+        epoch: Epoch(3),
         sent: 4,
         received: 5,
     };
@@ -179,7 +179,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         done(Err(error.clone())),
         Report::Failed {
             group: 0,
-            epoch: 3,
+            epoch: Epoch(3),
             error: error.clone(),
         },
     ];

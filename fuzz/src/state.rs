@@ -1,7 +1,7 @@
 //! Checkpoints: the manifest of a snapshot, and the state itself.
 
 use checkpoint::{Manifest, StateDict, decode, encode};
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 /// Reads `data` as a manifest of at most a terabyte.
 pub fn manifest(data: &[u8]) {
@@ -44,7 +44,7 @@ pub fn manifest_seeds() -> Vec<Vec<u8>> {
     [(data.as_slice(), 64), (&data, 1000), (&[], 1), (&data, 1 << 20)]
         .into_iter()
         .map(|(bytes, chunk)| {
-            Manifest::of(Step(5), 3, bytes, chunk)
+            Manifest::of(Step(5), Epoch(3), bytes, chunk)
                 .to_json()
                 .expect("a manifest of ours")
         })

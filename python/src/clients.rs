@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use oxccl::coordination::{self as ours, Cancel, CommitVote, Order, OrderKind, QuorumRequest, WatchGuard};
-use oxccl::core::{Credentials, Error, ErrorKind, Result, Step, deadline_in, time_left};
+use oxccl::core::{Credentials, Epoch, Error, ErrorKind, Result, Step, deadline_in, time_left};
 use oxccl::identity::{self, Party, Role};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -251,7 +251,7 @@ impl ManagerClient {
             init_sync,
             commit_failures,
             lineage: lineage.to_owned(),
-            last_quorum_id,
+            last_quorum_id: Epoch::of_signed(last_quorum_id),
             healed,
             batches_committed,
             is_last,
@@ -283,7 +283,7 @@ impl ManagerClient {
         let vote = CommitVote {
             group_rank,
             step: Step(step),
-            quorum_id,
+            quorum_id: Epoch::of_signed(quorum_id),
             attempt,
             vote,
         };
@@ -311,7 +311,7 @@ impl ManagerClient {
         timeout: f64,
     ) -> PyResult<()> {
         called(py, &self.client, timeout, move |client, until| {
-            client.report_suspects(quorum_id, &reason, &suspects, until)
+            client.report_suspects(Epoch::of_signed(quorum_id), &reason, &suspects, until)
         })
     }
 

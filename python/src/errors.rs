@@ -66,7 +66,7 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
     raised.setattr(intern!(py, "rank"), context.rank)?;
     raised.setattr(intern!(py, "peer"), context.peer)?;
     raised.setattr(intern!(py, "peer_address"), context.peer_address.as_deref())?;
-    raised.setattr(intern!(py, "epoch"), context.epoch)?;
+    raised.setattr(intern!(py, "epoch"), context.epoch.map(|epoch| epoch.0))?;
     raised.setattr(intern!(py, "seq"), context.seq)?;
     raised.setattr(intern!(py, "dtype"), context.dtype.map(|d| d.name()))?;
     raised.setattr(intern!(py, "count"), context.count)?;

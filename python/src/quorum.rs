@@ -49,7 +49,7 @@ impl Quorum {
     pub(crate) fn of(py: Python<'_>, quorum: ours::Quorum) -> PyResult<Self> {
         let members = quorum.participants.into_iter();
         Ok(Self {
-            quorum_id: quorum.quorum_id,
+            quorum_id: quorum.quorum_id.signed(),
             participants: members
                 .map(|m| Py::new(py, Member::from(m)))
                 .collect::<PyResult<_>>()?,
@@ -90,7 +90,7 @@ pub(crate) struct QuorumResult {
 impl From<ours::QuorumResult> for QuorumResult {
     fn from(q: ours::QuorumResult) -> Self {
         Self {
-            quorum_id: q.quorum_id,
+            quorum_id: q.quorum_id.signed(),
             replica_rank: q.replica_rank,
             replica_world_size: q.replica_world_size,
             store_address: q.store_address,
@@ -146,7 +146,7 @@ impl Event {
                 departed,
             } => Some(Self {
                 kind: "abort_epoch",
-                quorum_id: Some(quorum_id),
+                quorum_id: Some(quorum_id.signed()),
                 reason,
                 departed,
             }),

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use ftcore::Epoch;
 use oxccl::coordination::{LighthouseConfig, LighthouseServer};
 use oxccl::core::Step;
 use oxccl::core::{Credentials, deadline_in};
@@ -427,7 +428,7 @@ mod lighthouse {
                 calls.map(|call| call.join().unwrap())
             })
         };
-        let [before, _] = quorum(0);
+        let [before, _] = quorum(Epoch(0));
         let pid = Pid::from_raw(lighthouse.child.id().cast_signed()).unwrap();
         kill_process(pid, Signal::STOP).unwrap();
         std::thread::sleep(Duration::from_secs(6));
@@ -479,7 +480,7 @@ mod lighthouse {
                 a.quorum_id
             })
         };
-        let before = quorum(0, 0);
+        let before = quorum(0, Epoch(0));
         assert_eq!(quorum(1, before), before);
         let (code, _, err) = text(
             &oxccl(&["lighthouse", "--bind", "127.0.0.1:0"])

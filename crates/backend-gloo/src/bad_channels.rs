@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use ftcore::{
-    Collective, DType, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, Store, Tensor,
+    Collective, DType, Epoch, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, Store,
+    Tensor,
 };
 
 use crate::GlooGroup;
@@ -48,7 +49,7 @@ fn a_neighbour_that_breaks_the_rules_of_messages_is_a_protocol_error_that_names_
             "another epoch",
             |n| {
                 let late = Control {
-                    epoch: 0,
+                    epoch: Epoch(0),
                     ..inline(8)
                 };
                 write(n, &[(late, 8)]);

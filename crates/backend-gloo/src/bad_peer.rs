@@ -50,7 +50,7 @@ pub(crate) fn hello(purpose: Purpose, nonce: u64) -> Hello {
         world: 2,
         connections: 1,
         links: 0,
-        epoch: 1,
+        epoch: Epoch(1),
         constants: crate::options::constants(),
         nonce,
         process: NEIGHBOURS_PROCESS,
@@ -62,7 +62,7 @@ pub(crate) fn frame(kind: ControlKind, id: u64, length: u64) -> Control {
     Control {
         kind,
         code: DType::U8.code(),
-        epoch: 1,
+        epoch: Epoch(1),
         id,
         a: 0,
         b: 1,
@@ -164,7 +164,7 @@ pub(crate) fn data_header(seq: u64, length: u64) -> DataHeader {
         op: ReduceOp::Sum,
     };
     DataHeader {
-        epoch: 1,
+        epoch: Epoch(1),
         seq,
         round: 0,
         algorithm: 8,
@@ -261,7 +261,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             "another epoch on the control connection",
             |s| {
                 let f = Control {
-                    epoch: 7,
+                    epoch: Epoch(7),
                     ..frame(ControlKind::Leave, 0, 0)
                 };
                 s.control.write_all(&f.encode()).unwrap();
@@ -272,7 +272,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             "another epoch on the connection for messages",
             |s| {
                 let f = Control {
-                    epoch: 7,
+                    epoch: Epoch(7),
                     ..frame(ControlKind::Offer, 0, 1)
                 };
                 s.messages.write_all(&f.encode()).unwrap();
@@ -331,7 +331,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             "another epoch in a collective",
             |s| {
                 let h = DataHeader {
-                    epoch: 0,
+                    epoch: Epoch(0),
                     ..data_header(0, 4000)
                 };
                 s.data.write_all(&h.encode()).unwrap();
@@ -693,7 +693,7 @@ fn a_neighbour_that_breaks_the_rules_of_shared_memory_is_a_typed_error_that_name
             "another epoch",
             |n| {
                 let h = DataHeader {
-                    epoch: 0,
+                    epoch: Epoch(0),
                     ..data_header(0, 4000)
                 };
                 n.write(&h.encode());

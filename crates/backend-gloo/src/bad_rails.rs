@@ -5,8 +5,8 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 
 use ftcore::{
-    Collective, DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, Store,
-    SubmitOptions, Tensor,
+    Collective, DType, Epoch, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    Store, SubmitOptions, Tensor,
 };
 
 use crate::GlooGroup;
@@ -68,7 +68,7 @@ impl Stranger {
 /// The piece of the broadcast below that begins at `offset`.
 fn at(offset: usize) -> PieceHeader {
     PieceHeader {
-        epoch: 1,
+        epoch: Epoch(1),
         seq: 0,
         round: 0,
         offset: offset as u64,
@@ -93,7 +93,7 @@ fn broadcast(send: impl FnOnce(&mut Stranger)) -> Result<Vec<u8>, Error> {
         ours.join().unwrap();
         let work = group.run(op(), SubmitOptions::by(soon())).unwrap();
         let header = DataHeader {
-            epoch: 1,
+            epoch: Epoch(1),
             seq: 0,
             round: 0,
             algorithm: 3,
@@ -134,7 +134,13 @@ fn a_piece_that_breaks_the_rules_is_a_protocol_error_that_names_the_rank() {
         ("at the end of all numbers", odd(u64::MAX - 100, STRIPE as u32)),
         ("too short", odd(0, 4000)),
         ("longer than the rest", odd(2 * STRIPE as u64, STRIPE as u32)),
-        ("of another epoch", PieceHeader { epoch: 2, ..at(0) }),
+        (
+            "of another epoch",
+            PieceHeader {
+                epoch: Epoch(2),
+                ..at(0)
+            },
+        ),
         ("longer than any", odd(0, STRIPE as u32 + 1)),
         ("of no bytes", odd(0, 0)),
     ];

@@ -11,7 +11,9 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ftcore::flight_recorder::Summary;
-use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, deadline_in, time_left};
+use ftcore::{
+    Collective, Completion, DType, Epoch, Error, Failed, Result, Status, Tensor, deadline_in, time_left,
+};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::caller::{LOOK_AGAIN, looks, outcome};
@@ -461,7 +463,7 @@ impl Channels {
 
 /// Of one rank that shares memory; see [`Channels::quick_step`].
 fn quick_frame(
-    (rank, epoch): (u32, u64),
+    (rank, epoch): (u32, Epoch),
     inbox: &mut local::Inbox,
     outbox: &mut Outbox,
     begun: &mut Begun,

@@ -13,7 +13,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{DType, Error, ErrorKind, Result};
+use ftcore::{DType, Epoch, Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::buffers::go_on;
@@ -90,7 +90,7 @@ impl Channel {
 /// A frame, and the length of what follows it: in a piece of a message at most `piece` bytes, with an offer at most `inline`.
 fn checked(
     bytes: &[u8; Control::BYTES],
-    epoch: u64,
+    epoch: Epoch,
     piece: usize,
     inline: usize,
 ) -> Result<(Control, usize)> {

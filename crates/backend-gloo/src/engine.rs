@@ -80,7 +80,7 @@ impl Engine {
         match self.serve() {
             End::Failed(error) => self.fail(error),
             End::Left(reason) => {
-                tracing::debug!(rank = self.shared.place.rank, epoch = self.shared.place.epoch, %reason, "leaving");
+                tracing::debug!(rank = self.shared.place.rank, epoch = %self.shared.place.epoch, %reason, "leaving");
                 self.tell(ControlKind::Leave, 0, u32::MAX, self.shared.place.rank, &reason);
                 self.failure_notices();
                 let (executor, mut channels) =

@@ -7,7 +7,7 @@
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use ftcore::{Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result};
+use ftcore::{Completer, Completion, Epoch, Error, ErrorKind, OpKind, ReduceOp, Result};
 
 use crate::buffers::go_on;
 use crate::expected::{Expected, check_header, mismatch};
@@ -35,7 +35,7 @@ const PASSES: usize = 16;
 pub(crate) struct Place {
     pub(crate) rank: u32,
     pub(crate) world: u32,
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     /// All ranks share memory.
     pub(crate) one_host: bool,
 }

@@ -1,6 +1,6 @@
 //! What a rank expects of the header before a payload, and what it says if something else comes (L15).
 
-use ftcore::{Error, ErrorKind, Fingerprint, Result};
+use ftcore::{Epoch, Error, ErrorKind, Fingerprint, Result};
 
 use crate::port::Port;
 use crate::schedule::Algorithm;
@@ -19,7 +19,7 @@ pub(crate) fn mismatch(port: &Port, header: &DataHeader, own: Fingerprint) -> Er
 
 /// What a receive expects of the header before its payload.
 pub(crate) struct Expected {
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     pub(crate) seq: u64,
     pub(crate) round: usize,
     pub(crate) algorithm: Algorithm,

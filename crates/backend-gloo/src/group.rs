@@ -174,7 +174,7 @@ impl GlooGroup {
         let mut place = Place {
             rank: configuration.rank,
             world: configuration.world_size,
-            epoch: configuration.epoch.0,
+            epoch: configuration.epoch,
             one_host: false,
         };
         let shared = if place.world == 1 {

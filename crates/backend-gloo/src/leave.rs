@@ -31,7 +31,7 @@ impl Engine {
         } else {
             error
         };
-        tracing::debug!(rank = place.rank, epoch = place.epoch, %error, "the group failed");
+        tracing::debug!(rank = place.rank, epoch = %place.epoch, %error, "the group failed");
         let about = error.context().peer.unwrap_or(u32::MAX);
         let current = self
             .executor

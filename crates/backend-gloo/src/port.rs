@@ -267,7 +267,7 @@ mod tests {
     use std::io::Write as _;
     use std::os::unix::net::UnixStream;
 
-    use ftcore::Fingerprint;
+    use ftcore::{Epoch, Fingerprint};
 
     use super::*;
 
@@ -277,7 +277,7 @@ mod tests {
         let link = Link::local(own, Arc::new(Counters::default())).unwrap();
         let mut port = Port::new(1, "here".to_owned(), Wire::Socket(link));
         let header = DataHeader {
-            epoch: 3,
+            epoch: Epoch(3),
             seq: 4,
             round: 5,
             algorithm: 6,

@@ -276,7 +276,7 @@ mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
-    use ftcore::{Collective, Tensor};
+    use ftcore::{Collective, Epoch, Tensor};
 
     use super::*;
     use crate::buffers::Map;
@@ -298,7 +298,7 @@ mod tests {
         map.push(0, 0..bytes);
         let memory = Memory::new(vec![Tensor::from_vec(vec![1u8; bytes])], Map::default(), map);
         let header = DataHeader {
-            epoch: 1,
+            epoch: Epoch(1),
             seq: 2,
             round: 3,
             algorithm: 8,
@@ -347,7 +347,7 @@ mod tests {
             let mut left = arrived.as_slice();
             while let Some((head, after)) = left.split_first_chunk() {
                 let piece = PieceHeader::decode(head).unwrap();
-                assert_eq!((piece.epoch, piece.seq, piece.round), (1, 2, 3));
+                assert_eq!((piece.epoch, piece.seq, piece.round), (Epoch(1), 2, 3));
                 let (data, after) = after.split_at(piece.length as usize);
                 for (at, byte) in (piece.offset as usize..).zip(data) {
                     seen[at] += byte;

@@ -167,6 +167,8 @@ impl Waiter {
 
 #[cfg(test)]
 mod tests {
+    use ftcore::Epoch;
+
     use super::*;
     use crate::execution::Place;
     use crate::schedule::Hosts;
@@ -195,7 +197,7 @@ mod tests {
         let place = Place {
             rank: 0,
             world: 2,
-            epoch: 1,
+            epoch: Epoch(1),
             one_host: true,
         };
         let bells = Bells::private(false).unwrap();

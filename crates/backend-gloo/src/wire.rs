@@ -4,7 +4,7 @@
 //! only what this version writes; lengths are checked against fixed limits before anything is allocated (INV-10), and
 //! every frame carries its epoch (INV-1).
 
-use ftcore::{ErrorKind, Fingerprint};
+use ftcore::{Epoch, ErrorKind, Fingerprint};
 
 /// The longest text in an abort or leave frame; longer ones are cut.
 pub(crate) const MAX_TEXT: usize = 4096;
@@ -69,7 +69,7 @@ impl Take<'_> {
 /// What stands before the payload of every data frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DataHeader {
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     pub(crate) seq: u64,
     pub(crate) round: u32,
     /// `Algorithm as u32`.
@@ -97,7 +97,7 @@ impl DataHeader {
         let mut put = Put(&mut out);
         put.u32(if self.lent { LENT_MAGIC } else { DATA_MAGIC });
         put.u32(self.round);
-        put.u64(self.epoch);
+        put.u64(self.epoch.0);
         put.u64(self.seq);
         put.u32(self.algorithm);
         put.u32(self.contributors);
@@ -125,7 +125,7 @@ impl DataHeader {
             _ => return None,
         };
         let round = take.u32();
-        let (epoch, seq) = (take.u64(), take.u64());
+        let (epoch, seq) = (Epoch(take.u64()), take.u64());
         let (algorithm, contributors) = (take.u32(), take.u32());
         let length = take.u64();
         let fingerprint = Fingerprint::decode(&take.bytes());
@@ -145,7 +145,7 @@ impl DataHeader {
 /// What identifies a frame among all that come from one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Frame {
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     pub(crate) seq: u64,
     pub(crate) round: u32,
 }
@@ -153,7 +153,7 @@ pub(crate) struct Frame {
 /// What stands before each piece of a payload that goes over several connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PieceHeader {
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     pub(crate) seq: u64,
     pub(crate) round: u32,
     /// Where it begins in the payload of that frame.
@@ -170,7 +170,7 @@ impl PieceHeader {
         let mut put = Put(&mut out);
         put.u32(PIECE_MAGIC);
         put.u32(self.round);
-        put.u64(self.epoch);
+        put.u64(self.epoch.0);
         put.u64(self.seq);
         put.u64(self.offset);
         put.u32(self.length);
@@ -184,7 +184,7 @@ impl PieceHeader {
             return None;
         }
         let round = take.u32();
-        let (epoch, seq, offset) = (take.u64(), take.u64(), take.u64());
+        let (epoch, seq, offset) = (Epoch(take.u64()), take.u64(), take.u64());
         let length = take.u32();
         (1..=STRIPE).contains(&(length as usize)).then_some(Self {
             epoch,
@@ -233,7 +233,7 @@ pub(crate) struct Control {
     pub(crate) kind: ControlKind,
     /// Offer, Inline: dtype code. Abort: error code. Ready: one more than the core to which it is bound, or 0.
     pub(crate) code: u8,
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     /// The sender's number of the message. Ready: the lowest rank with which it shares memory, itself included. Abort: 1 from a rank that
     /// gives up its configuration.
     pub(crate) id: u64,
@@ -253,7 +253,7 @@ impl Control {
         let mut put = Put(&mut out);
         put.u32(CONTROL_MAGIC);
         put.bytes(&[self.kind as u8, self.code, 0, 0]);
-        put.u64(self.epoch);
+        put.u64(self.epoch.0);
         put.u64(self.id);
         put.u32(self.a);
         put.u32(self.b);
@@ -262,7 +262,7 @@ impl Control {
     }
 
     /// "I have it", about message `id` of the rank that this goes to.
-    pub(crate) fn taken(epoch: u64, rank: u32, id: u64) -> Self {
+    pub(crate) fn taken(epoch: Epoch, rank: u32, id: u64) -> Self {
         Self {
             kind: ControlKind::Taken,
             code: 0,
@@ -300,7 +300,7 @@ impl Control {
             8 => ControlKind::Taken,
             _ => return None,
         };
-        let (epoch, id) = (take.u64(), take.u64());
+        let (epoch, id) = (Epoch(take.u64()), take.u64());
         let (a, b) = (take.u32(), take.u32());
         let length = take.u64();
         let limit = match kind {
@@ -386,7 +386,7 @@ pub(crate) struct Hello {
     pub(crate) connections: u32,
     /// What links are taken for, as a code.
     pub(crate) links: u32,
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     /// Hash of everything that decides about algorithms and frames (INV-3).
     pub(crate) constants: u64,
     /// The secret that the listener published in the store: a stranger does not know it.
@@ -417,7 +417,7 @@ impl Hello {
         put.u32(self.world);
         put.u32(self.connections);
         put.u32(self.links);
-        put.u64(self.epoch);
+        put.u64(self.epoch.0);
         put.u64(self.constants);
         put.u64(self.nonce);
         put.u64(self.process);
@@ -449,7 +449,7 @@ impl Hello {
             world: take.u32(),
             connections: take.u32(),
             links: take.u32(),
-            epoch: take.u64(),
+            epoch: Epoch(take.u64()),
             constants: take.u64(),
             nonce: take.u64(),
             process: take.u64(),
@@ -466,21 +466,21 @@ mod tests {
     proptest! {
         #[test]
         fn data_headers_round_trip(epoch: u64, seq: u64, round: u32, algorithm: u32, contributors: u32, length: u64, fp: [u8; 24], lent: bool) {
-            let h = DataHeader { epoch, seq, round, algorithm, contributors, length, fingerprint: Fingerprint::decode(&fp), lent };
+            let h = DataHeader { epoch: Epoch(epoch), seq, round, algorithm, contributors, length, fingerprint: Fingerprint::decode(&fp), lent };
             prop_assert_eq!(DataHeader::decode(&h.encode()), Some(h));
         }
 
         #[test]
         fn hellos_round_trip(rank: u32, world: u32, connections: u32, links: u32, epoch: u64, constants: u64, nonce: u64, process: u64, line: u64) {
             for purpose in [Purpose::Data, Purpose::Control, Purpose::Local, Purpose::Messages, Purpose::Rail(0), Purpose::Rail(MAX_CONNECTIONS - 1)] {
-                let h = Hello { version: VERSION, purpose, rank, world, connections, links, epoch, constants, nonce, process, line };
+                let h = Hello { version: VERSION, purpose, rank, world, connections, links, epoch: Epoch(epoch), constants, nonce, process, line };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }
         }
 
         #[test]
         fn piece_headers_round_trip_and_empty_or_too_long_ones_are_refused(epoch: u64, seq: u64, round: u32, offset: u64, length: u32) {
-            let h = PieceHeader { epoch, seq, round, offset, length };
+            let h = PieceHeader { epoch: Epoch(epoch), seq, round, offset, length };
             let fits = (1..=STRIPE).contains(&(length as usize));
             prop_assert_eq!(PieceHeader::decode(&h.encode()), fits.then_some(h));
             let h = PieceHeader { length: length % STRIPE as u32 + 1, ..h };
@@ -494,7 +494,7 @@ mod tests {
                 (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Leave, MAX_TEXT as u64),
                 (ControlKind::Inline, EAGER as u64), (ControlKind::Taken, 0),
             ] {
-                let c = Control { kind, code, epoch, id, a, b, length };
+                let c = Control { kind, code, epoch: Epoch(epoch), id, a, b, length };
                 prop_assert_eq!(Control::decode(&c.encode()), (length <= limit).then_some(c));
                 let fits = Control { length: length.min(limit), ..c };
                 prop_assert_eq!(Control::decode(&fits.encode()), Some(fits));

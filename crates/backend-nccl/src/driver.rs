@@ -343,7 +343,7 @@ impl Driver for NcclDriver {
 
     fn interrupt(&self, failure: &Error, ended: Ended<Self>) {
         let shared = self.0.clone();
-        tracing::warn!(rank = shared.place.rank, epoch = shared.place.epoch, %failure, "a group has failed");
+        tracing::warn!(rank = shared.place.rank, epoch = %shared.place.epoch, %failure, "a group has failed");
         let _ = shared.failure.set(failure.clone());
         shared.in_flight.stop();
         shared.peers.report(failure);

@@ -20,7 +20,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Snapshot, StateDict};
 
 /// The tensors of the state that is measured.
@@ -140,7 +140,7 @@ impl Drop for Sources {
 fn be_sources(mib: usize) {
     let state = Arc::new(state(mib));
     println!("{}", plain_source(Arc::clone(&state)));
-    let snapshot = Snapshot::new(Step(5), 1, &state).unwrap();
+    let snapshot = Snapshot::new(Step(5), Epoch(1), &state).unwrap();
     snapshot.manifest();
     let servers = [(); 3].map(|()| HttpTransport::start("127.0.0.1:0", None).unwrap());
     for server in &servers {
@@ -154,7 +154,7 @@ fn be_sources(mib: usize) {
 
 fn serve(bind: &str, mib: usize) {
     let server = HttpTransport::start(bind, None).unwrap();
-    let snapshot = Snapshot::new(Step(5), 1, &state(mib)).unwrap();
+    let snapshot = Snapshot::new(Step(5), Epoch(1), &state(mib)).unwrap();
     snapshot.manifest();
     server.publish(snapshot);
     println!("{}", server.metadata());
@@ -194,7 +194,7 @@ fn main() {
     for _ in 0..rounds {
         let plain = |touched, hashed| plain_copy(&sources.plain, bytes, touched, hashed);
         let begun = Instant::now();
-        let snapshot = Snapshot::new(Step(5), 1, &state).unwrap();
+        let snapshot = Snapshot::new(Step(5), Epoch(1), &state).unwrap();
         let copy = begun.elapsed();
         let begun = Instant::now();
         snapshot.manifest();

@@ -5,7 +5,7 @@
 //! with the same digest serve the same bytes.
 
 use blake3::Hash;
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use serde::{Deserialize, Serialize};
 
 use crate::hashing::hash_all;
@@ -24,7 +24,7 @@ pub struct SnapshotId {
     /// The step whose state it is; 0 or more.
     pub step: Step,
     /// The epoch (quorum id) in which the snapshot was taken.
-    pub epoch: i64,
+    pub epoch: Epoch,
     /// The commits that led to it; empty if not told.
     pub lineage: String,
 }
@@ -71,7 +71,7 @@ struct Json {
 
 impl Manifest {
     /// The manifest of `bytes` as one part, cut into chunks of `chunk_bytes` (the last one may be shorter; 0 counts as 1).
-    pub fn of(step: Step, epoch: i64, bytes: &[u8], chunk_bytes: u64) -> Self {
+    pub fn of(step: Step, epoch: Epoch, bytes: &[u8], chunk_bytes: u64) -> Self {
         let id = SnapshotId {
             step,
             epoch,
@@ -168,7 +168,7 @@ impl Manifest {
         let manifest = Self {
             id: SnapshotId {
                 step: Step(json.step),
-                epoch: json.epoch,
+                epoch: Epoch::of_signed(json.epoch),
                 lineage: json.lineage,
             },
             chunk_bytes: json.chunk_bytes,
@@ -194,7 +194,7 @@ impl Manifest {
         let json = Json {
             version: FORMAT_VERSION,
             step: self.id.step.0,
-            epoch: self.id.epoch,
+            epoch: self.id.epoch.signed(),
             lineage: self.id.lineage.clone(),
             chunk_bytes: self.chunk_bytes,
             parts: self.parts.clone(),
@@ -209,7 +209,7 @@ impl Manifest {
         let mut hasher = blake3::Hasher::new_derive_key(DIGEST_CONTEXT);
         hasher.update(&FORMAT_VERSION.to_le_bytes());
         hasher.update(&self.id.step.0.to_le_bytes());
-        hasher.update(&self.id.epoch.to_le_bytes());
+        hasher.update(&self.id.epoch.0.to_le_bytes());
         // Each list with its length before it, so that nothing can pass from one field into the next.
         hasher.update(&(self.id.lineage.len() as u64).to_le_bytes());
         hasher.update(self.id.lineage.as_bytes());
@@ -235,7 +235,7 @@ impl Manifest {
     }
 
     /// The epoch (quorum id) in which the snapshot was taken.
-    pub fn epoch(&self) -> i64 {
+    pub fn epoch(&self) -> Epoch {
         self.id.epoch
     }
 
@@ -325,13 +325,13 @@ mod tests {
 
     #[test]
     fn a_manifest_survives_json_and_knows_its_last_chunk() {
-        let m = Manifest::of(Step(7), 3, &[9; 2500], 1000);
+        let m = Manifest::of(Step(7), Epoch(3), &[9; 2500], 1000);
         assert_eq!(
             (m.chunk_count(), m.chunk_len(2), m.chunk_len(3)),
             (3, Some(500), None)
         );
         assert_eq!(Manifest::parse(&m.to_json().unwrap(), 2500).unwrap(), m);
-        let empty = Manifest::of(Step(0), 0, &[], 1000);
+        let empty = Manifest::of(Step(0), Epoch(0), &[], 1000);
         assert_eq!(Manifest::parse(&empty.to_json().unwrap(), 0).unwrap(), empty);
     }
 
@@ -353,7 +353,12 @@ mod tests {
 
     #[test]
     fn a_manifest_whose_fields_disagree_is_refused() {
-        let json = String::from_utf8(Manifest::of(Step(7), 3, &[9; 2500], 1000).to_json().unwrap()).unwrap();
+        let json = String::from_utf8(
+            Manifest::of(Step(7), Epoch(3), &[9; 2500], 1000)
+                .to_json()
+                .unwrap(),
+        )
+        .unwrap();
         let good_hash = blake3::hash(&[9; 1000]).to_hex().to_string();
         for (from, to, kind) in [
             ("\"step\":7", "\"step\":8", ErrorKind::Corrupt),

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use blake3::Hash;
 use bytes::Bytes;
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 
 use crate::manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 use crate::{StateDict, codec};
@@ -50,14 +50,14 @@ impl Snapshot {
     /// A snapshot of `state` at `step` (0 or more), taken in `epoch` (the quorum's id), in chunks of 1 MiB.
     ///
     /// Copies nothing: it shares the tensors of `state`. Errors as [`crate::encode`], and `InvalidArgument` for a negative step.
-    pub fn new(step: Step, epoch: i64, state: &StateDict) -> Result<Arc<Self>> {
+    pub fn new(step: Step, epoch: Epoch, state: &StateDict) -> Result<Arc<Self>> {
         Self::with_chunk_bytes(step, epoch, state, DEFAULT_CHUNK_BYTES)
     }
 
     /// [`Self::new`] with another chunk size, from 1 to [`MAX_CHUNK_BYTES`].
     pub fn with_chunk_bytes(
         step: Step,
-        epoch: i64,
+        epoch: Epoch,
         state: &StateDict,
         chunk_bytes: u64,
     ) -> Result<Arc<Self>> {
@@ -137,7 +137,7 @@ impl Snapshot {
     }
 
     /// The epoch in which it was taken.
-    pub fn epoch(&self) -> i64 {
+    pub fn epoch(&self) -> Epoch {
         self.id.epoch
     }
 
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn chunks_fit_the_manifest_and_make_up_the_state() {
-        let s = Snapshot::with_chunk_bytes(Step(5), 2, &state(), 64).unwrap();
+        let s = Snapshot::with_chunk_bytes(Step(5), Epoch(2), &state(), 64).unwrap();
         let m = s.manifest();
         let all: Vec<&[u8]> = (0..).map_while(|i| s.chunk(i)).collect();
         assert_eq!(all.len(), m.chunk_count());
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn l03_what_the_state_says_of_itself_must_be_what_the_manifest_says() {
-        let s = Snapshot::new(Step(5), 2, &state()).unwrap();
+        let s = Snapshot::new(Step(5), Epoch(2), &state()).unwrap();
         let parts: Vec<&[u8]> = s.parts.iter().map(AsRef::as_ref).collect();
         for (step, epoch, lineage, text) in [
             (6, 2, "", "oxccl.step 6"),
@@ -254,7 +254,7 @@ mod tests {
             let lineage = lineage.to_owned();
             let id = SnapshotId {
                 step: Step(step),
-                epoch,
+                epoch: Epoch(epoch),
                 lineage,
             };
             let lie = Manifest::of_parts(id, &parts, 1 << 20);
@@ -268,7 +268,7 @@ mod tests {
     fn bitwise_equal_states_make_equal_manifests_however_they_came_about() {
         let id = || SnapshotId {
             step: Step(5),
-            epoch: 2,
+            epoch: Epoch(2),
             lineage: "ab".into(),
         };
         let names = ["w", "a/b", "z", "m"];
@@ -311,10 +311,10 @@ mod tests {
             hashes
         };
         let mut state = state();
-        let before = Snapshot::with_chunk_bytes(Step(9), 2, &state, 64).unwrap();
+        let before = Snapshot::with_chunk_bytes(Step(9), Epoch(2), &state, 64).unwrap();
         // More digits in the header, and a tensor before it in the file.
         state.insert_f32("a", &[3], &[1.0; 3]).unwrap();
-        let after = Snapshot::with_chunk_bytes(Step(10_000), 77, &state, 64).unwrap();
+        let after = Snapshot::with_chunk_bytes(Step(10_000), Epoch(77), &state, 64).unwrap();
         let after = frozen(&after);
         let kept: Vec<_> = before.parts[1].chunks(64).map(blake3::hash).collect();
         assert!(kept.len() > 5 && kept.iter().all(|h| after.contains(h)));
@@ -329,7 +329,7 @@ mod tests {
             state.insert_f32("a", &[100], &[value; 100]).unwrap();
             state
         };
-        let before = Snapshot::with_chunk_bytes(Step(5), 2, &with(1.0), 64).unwrap();
+        let before = Snapshot::with_chunk_bytes(Step(5), Epoch(2), &with(1.0), 64).unwrap();
         // One whose hashes say that they were not computed here.
         let known = [Hash::from_bytes([7; 32]); 63];
         let marked = |i: usize| (i == 2).then_some(&known[..]);
@@ -337,13 +337,13 @@ mod tests {
         let manifest = Manifest::of_known_parts(before.id.clone(), &parts, 64, marked);
         before.manifest.set((manifest, Bytes::new())).unwrap();
         let after = |before: &Arc<Snapshot>, chunk_bytes| {
-            let after = Snapshot::with_chunk_bytes(Step(6), 2, &with(2.0), chunk_bytes).unwrap();
+            let after = Snapshot::with_chunk_bytes(Step(6), Epoch(2), &with(2.0), chunk_bytes).unwrap();
             after.comes_after(before);
             after
         };
         let shares = after(&before, 64);
         assert_eq!(shares.manifest().hashes_of(2), known);
-        let alone = Snapshot::with_chunk_bytes(Step(6), 2, &with(2.0), 64).unwrap();
+        let alone = Snapshot::with_chunk_bytes(Step(6), Epoch(2), &with(2.0), 64).unwrap();
         for part in [0, 1] {
             assert_eq!(
                 shares.manifest().hashes_of(part),
@@ -352,7 +352,7 @@ mod tests {
         }
         assert_eq!(
             after(&before, 128).manifest(),
-            Snapshot::with_chunk_bytes(Step(6), 2, &with(2.0), 128)
+            Snapshot::with_chunk_bytes(Step(6), Epoch(2), &with(2.0), 128)
                 .unwrap()
                 .manifest()
         );
@@ -367,8 +367,8 @@ mod tests {
 
     #[test]
     fn steps_and_chunk_sizes_out_of_range_are_refused() {
-        assert!(Snapshot::new(Step(-1), 0, &state()).is_err());
-        assert!(Snapshot::with_chunk_bytes(Step(0), 0, &state(), 0).is_err());
-        assert!(Snapshot::with_chunk_bytes(Step(0), 0, &state(), MAX_CHUNK_BYTES + 1).is_err());
+        assert!(Snapshot::new(Step(-1), Epoch(0), &state()).is_err());
+        assert!(Snapshot::with_chunk_bytes(Step(0), Epoch(0), &state(), 0).is_err());
+        assert!(Snapshot::with_chunk_bytes(Step(0), Epoch(0), &state(), MAX_CHUNK_BYTES + 1).is_err());
     }
 }

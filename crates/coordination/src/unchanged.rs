@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Epoch, Error, ErrorKind, Result};
 
 use crate::wire::torchft;
 use protocol::{Member, Quorum, QuorumResult, Told};
@@ -105,7 +105,7 @@ impl Held {
 
     /// What was told, a step on; `None` if that was another quorum.
     fn advanced(self, unchanged: torchft::Unchanged) -> Option<Told> {
-        let (id, progress) = (unchanged.quorum_id, unchanged.progress?.into());
+        let (id, progress) = (Epoch::of_signed(unchanged.quorum_id), unchanged.progress?.into());
         match self.told? {
             Told::Members(mut quorum) => {
                 let same = quorum.quorum_id == id;

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, Step};
+use ftcore::{Credentials, Epoch, Error, ErrorKind, Result, Step};
 use tonic::codegen::http::HeaderMap;
 use tonic::{Code, Status};
 
@@ -42,7 +42,7 @@ impl From<torchft::QuorumMember> for Member {
             data: m.data,
             commit_failures: m.commit_failures,
             lineage: m.lineage,
-            last_quorum_id: m.last_quorum_id,
+            last_quorum_id: Epoch::of_signed(m.last_quorum_id),
             last_world_size: m.last_world_size,
             incarnation: m.incarnation.unwrap_or_default(),
             healed: m.healed,
@@ -65,7 +65,7 @@ impl From<Member> for torchft::QuorumMember {
             data: m.data,
             commit_failures: m.commit_failures,
             lineage: m.lineage,
-            last_quorum_id: m.last_quorum_id,
+            last_quorum_id: m.last_quorum_id.signed(),
             last_world_size: m.last_world_size,
             incarnation: Some(m.incarnation).filter(|l| !l.is_empty()),
             healed: m.healed,
@@ -96,7 +96,7 @@ pub(crate) fn joining_code(joining: Joining) -> u32 {
 impl From<torchft::Quorum> for Quorum {
     fn from(q: torchft::Quorum) -> Self {
         Self {
-            quorum_id: q.quorum_id,
+            quorum_id: Epoch::of_signed(q.quorum_id),
             participants: q.participants.into_iter().map(Into::into).collect(),
             spares: q.spares.into_iter().map(Into::into).collect(),
             fetching: q.fetching,
@@ -107,7 +107,7 @@ impl From<torchft::Quorum> for Quorum {
 /// The quorum as a message, made at `created`.
 pub(crate) fn quorum_message(quorum: &Quorum, created: SystemTime) -> torchft::Quorum {
     torchft::Quorum {
-        quorum_id: quorum.quorum_id,
+        quorum_id: quorum.quorum_id.signed(),
         participants: quorum.participants.iter().cloned().map(Into::into).collect(),
         created: Some(created.into()),
         spares: quorum.spares.iter().cloned().map(Into::into).collect(),
@@ -118,7 +118,7 @@ pub(crate) fn quorum_message(quorum: &Quorum, created: SystemTime) -> torchft::Q
 impl From<oxccl::AbortEpoch> for AbortEpoch {
     fn from(a: oxccl::AbortEpoch) -> Self {
         Self {
-            quorum_id: a.quorum_id,
+            quorum_id: Epoch::of_signed(a.quorum_id),
             reason: a.reason,
             departed: a.departed,
         }
@@ -128,7 +128,7 @@ impl From<oxccl::AbortEpoch> for AbortEpoch {
 impl From<AbortEpoch> for oxccl::AbortEpoch {
     fn from(a: AbortEpoch) -> Self {
         Self {
-            quorum_id: a.quorum_id,
+            quorum_id: a.quorum_id.signed(),
             reason: a.reason,
             departed: a.departed,
         }
@@ -166,7 +166,7 @@ pub(crate) fn order_of(order: oxccl::Order) -> Option<Order> {
 impl From<QuorumResult> for torchft::ManagerQuorumResponse {
     fn from(r: QuorumResult) -> Self {
         Self {
-            quorum_id: r.quorum_id,
+            quorum_id: r.quorum_id.signed(),
             recover_src_manager_address: r.recover_src_manager_address,
             recover_src_replica_rank: r.recover_src_replica_rank.map(i64::from),
             recover_dst_replica_ranks: r.recover_dst_replica_ranks.into_iter().map(i64::from).collect(),
@@ -222,7 +222,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             })
         });
         let mut result = Self {
-            quorum_id: r.quorum_id,
+            quorum_id: Epoch::of_signed(r.quorum_id),
             replica_rank: number("replica_rank", r.replica_rank)?,
             replica_world_size: number("replica_world_size", r.replica_world_size)?,
             store_address: r.store_address,
@@ -567,17 +567,17 @@ mod tests {
     proptest! {
         #[test]
         fn a_member_and_a_result_survive_the_wire(
-            ids in prop::collection::vec("[a-z:]{1,8}", 1..4), step: i64, last in 0i64..100, lineage in "[a-z]{0,4}",
+            ids in prop::collection::vec("[a-z:]{1,8}", 1..4), step: i64, last: i64, lineage in "[a-z]{0,4}",
             rank in 0u32..4, optional in prop::option::of(0u32..9), incarnation in "[a-z]{0,3}", flag: bool,
         ) {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step: Step(step), world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, last_world_size: 4, incarnation, healed: flag, batches_committed: 9, joining: joining(rank), is_last: flag,
+                last_quorum_id: Epoch::of_signed(last), last_world_size: 4, incarnation, healed: flag, batches_committed: 9, joining: joining(rank), is_last: flag,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {
-                quorum_id: last, replica_rank: rank, replica_world_size: rank + 1, store_address: "s".into(),
+                quorum_id: Epoch::of_signed(last), replica_rank: rank, replica_world_size: rank + 1, store_address: "s".into(),
                 max_step: Step(step), max_replica_rank: optional, max_world_size: 2, heal: flag,
                 recover_src_manager_address: "m".into(), recover_src_replica_rank: optional,
                 recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, members_digest: "d".into(), lineage,

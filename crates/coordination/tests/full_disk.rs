@@ -11,7 +11,7 @@ mod rig;
 
 use std::process::Command;
 
-use ftcore::{ErrorKind, Result};
+use ftcore::{Epoch, ErrorKind, Result};
 use oxccl_coordination::{LighthouseConfig, LighthouseServer, Quorum};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -65,7 +65,7 @@ fn what_the_disk_does_not_take_is_not_delivered_and_the_lighthouse_goes_on_once_
         })
     };
     let epoch = |told: Vec<Result<Quorum>>| {
-        let ids: Vec<i64> = told.into_iter().map(|quorum| quorum.unwrap().quorum_id).collect();
+        let ids: Vec<Epoch> = told.into_iter().map(|quorum| quorum.unwrap().quorum_id).collect();
         assert_eq!(ids[0], ids[1]);
         ids[0]
     };

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Step};
+use ftcore::{Credentials, Epoch, Error, ErrorKind, Step};
 use identity::{ClientStream, Party, Role};
 use oxccl_coordination::{
     CommitVote, ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient,
@@ -142,8 +142,8 @@ impl Job {
 }
 
 /// One step of all replicas; the epoch.
-fn commit(clients: &[ManagerClient], step: i64) -> i64 {
-    let ranks: Vec<JoinHandle<i64>> = clients
+fn commit(clients: &[ManagerClient], step: i64) -> Epoch {
+    let ranks: Vec<JoinHandle<Epoch>> = clients
         .iter()
         .cloned()
         .map(|client| {
@@ -164,7 +164,7 @@ fn commit(clients: &[ManagerClient], step: i64) -> i64 {
             })
         })
         .collect();
-    let epochs: Vec<i64> = ranks.into_iter().map(|r| r.join().unwrap()).collect();
+    let epochs: Vec<Epoch> = ranks.into_iter().map(|r| r.join().unwrap()).collect();
     assert!(epochs.iter().all(|e| *e == epochs[0]), "{epochs:?}");
     epochs[0]
 }
@@ -224,7 +224,7 @@ fn member(id: &str) -> Member {
         address: "http://127.0.0.1:1".into(),
         store_address: "store:1".into(),
         step: Step(i64::MAX - 1),
-        last_quorum_id: i64::MAX - 1,
+        last_quorum_id: Epoch::of_signed(i64::MAX - 1),
         world_size: 1,
         ..Member::default()
     }
@@ -330,7 +330,7 @@ fn other_replicas_neither_vote_nor_end_anything_at_a_manager_server() {
         );
         is_refused(&forger.should_commit(&vote, soon()).unwrap_err(), &both);
         is_refused(&forger.give_up(&vote, "forged", soon()).unwrap_err(), &both);
-        is_refused(&forger.report(1, "forged", soon()).unwrap_err(), &both);
+        is_refused(&forger.report(Epoch(1), "forged", soon()).unwrap_err(), &both);
         is_refused(&forger.leave(0, soon()).unwrap_err(), &both);
         // A stream of its own, whose end would be a death.
         let watch = forger.watch(0, Arc::new(|_| ()));
@@ -600,7 +600,7 @@ fn jobs_of_one_lighthouse_do_not_see_each_other() {
     let mut ids = Vec::new();
     for (n, client) in clients.iter().enumerate() {
         let mut own = member("a:1");
-        (own.step, own.last_quorum_id) = (Step(0), 0);
+        (own.step, own.last_quorum_id) = (Step(0), Epoch(0));
         own.address = format!("https://job-{n}:1");
         let quorum = client.quorum(&own, soon()).unwrap();
         assert_eq!(quorum.participants.len(), 1, "{quorum:?}");
@@ -611,7 +611,7 @@ fn jobs_of_one_lighthouse_do_not_see_each_other() {
         let status = client.status(soon()).unwrap();
         assert_eq!(status.participants.len(), 1);
         assert_eq!(status.participants[0].address, format!("https://job-{n}:1"));
-        assert_eq!(status.quorum_id, ids[n]);
+        assert_eq!(status.quorum_id, ids[n].signed());
     }
     for job in ["red", "blue"] {
         assert!(dir.path().join(format!("state.{job}")).exists());

@@ -13,6 +13,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use ftcore::Epoch;
 use oxccl_coordination::{
     ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer,
     ManagerServerConfig,
@@ -83,7 +84,7 @@ impl Ports {
         lighthouse.status(deadline).unwrap();
         let manager = ManagerClient::connect(&self.manager.address(), deadline).unwrap();
         manager
-            .report(0, "a report of an epoch that never was", deadline)
+            .report(Epoch(0), "a report of an epoch that never was", deadline)
             .unwrap();
     }
 }

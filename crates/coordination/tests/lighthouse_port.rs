@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use crate::rig::*;
-use ftcore::{ErrorKind, Step};
+use ftcore::{Epoch, ErrorKind, Step};
 use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, ManagerServer, Member};
 
 fn page(url: &str, path: &str) -> String {
@@ -111,7 +111,7 @@ fn an_unusable_member_is_refused_with_a_reason() {
         ),
         (
             Member {
-                last_quorum_id: -4,
+                last_quorum_id: Epoch::of_signed(-4),
                 ..member("a")
             },
             "impossible quorum id -4",
@@ -146,7 +146,7 @@ fn the_pages_show_the_quorum_and_need_no_network() {
         )
         .unwrap();
     let status = tool.status(soon()).unwrap();
-    assert_eq!(status.quorum_id, quorum.quorum_id);
+    assert_eq!(status.quorum_id, quorum.quorum_id.signed());
     assert_eq!(
         (
             status.participants[0].replica_id.as_str(),

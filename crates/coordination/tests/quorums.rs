@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::rig::*;
-use ftcore::{ErrorKind, Result, Step};
+use ftcore::{Epoch, ErrorKind, Result, Step};
 use oxccl_coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
 };
@@ -326,7 +326,7 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
         .quorum(
             &oxccl_coordination::Member {
                 step: Step(10),
-                lineage: lineage.after(1, Step(9)).as_str().into(),
+                lineage: lineage.after(Epoch(1), Step(9)).as_str().into(),
                 ..member("rumour")
             },
             soon(),
@@ -498,7 +498,7 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
     let vote = |rank: u32, step: Step, vote: bool| CommitVote {
         group_rank: rank,
         step,
-        quorum_id: 9,
+        quorum_id: Epoch(9),
         attempt: 0,
         vote,
     };
@@ -523,7 +523,7 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
             &CommitVote {
                 group_rank: 1,
                 step: Step(6),
-                quorum_id: 9,
+                quorum_id: Epoch(9),
                 attempt: 1,
                 vote: true,
             },

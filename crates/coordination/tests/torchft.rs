@@ -529,7 +529,7 @@ fn both(torchft: &Torchft, address: &str) {
         (ended(&asked), got)
     };
     let (its, our) = step(0, 0);
-    assert_eq!(its["quorum_id"], our.quorum_id);
+    assert_eq!(its["quorum_id"], our.quorum_id.signed());
     assert_eq!(its["replica_ids"], json!(our.replica_ids));
     assert_eq!((its["heal"].as_bool(), our.heal), (Some(false), true));
     assert_eq!(our.recover_src_manager_address, theirs);

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use buckets::{BucketPlan, average};
 pub use buckets::{Sink, Slot};
 use feedback::Feedback;
-use ftcore::{Error, ErrorKind, Result, Step, Tensor, Traffic, deadline_in, time_left};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step, Tensor, Traffic, deadline_in, time_left};
 use protocol::training::{Sends, Share, Steps};
 use quant::ErrorFeedback;
 use replica::StateDict;
@@ -99,7 +99,7 @@ pub struct StepReport {
     /// The step that was committed.
     pub step: Step,
     /// The epoch in which it was committed.
-    pub epoch: i64,
+    pub epoch: Epoch,
     /// The members of that quorum.
     pub members: usize,
     /// How many replicas' gradients were averaged; 0 in the closing round.
@@ -169,7 +169,7 @@ pub struct Ddp<R> {
     averages: Vec<Tensor>,
     feedback: Feedback,
     steps: Steps<Vec<Tensor>>,
-    on_reduce: Option<Box<dyn FnMut(Step, i64) + Send>>,
+    on_reduce: Option<Box<dyn FnMut(Step, Epoch) + Send>>,
 }
 
 impl<R: Replica> Ddp<R> {
@@ -230,7 +230,7 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
-    pub fn on_reduce(&mut self, f: impl FnMut(Step, i64) + Send + 'static) {
+    pub fn on_reduce(&mut self, f: impl FnMut(Step, Epoch) + Send + 'static) {
         self.on_reduce = Some(Box::new(f));
     }
 

@@ -21,7 +21,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{DType, Device, Error, ErrorKind, ReduceOp, Result, Step, Traffic, deadline_in, time_left};
+use ftcore::{
+    DType, Device, Epoch, Error, ErrorKind, ReduceOp, Result, Step, Traffic, deadline_in, time_left,
+};
 use protocol::training::{Due, Rounds, Sends};
 use quant::ErrorFeedback;
 use replica::{Healed, Participation, Replica, Spare, State, write_commit};
@@ -44,7 +46,7 @@ pub struct RoundReport {
     /// The step that was committed (0 is the initial synchronisation).
     pub step: Step,
     /// The epoch in which it was committed.
-    pub epoch: i64,
+    pub epoch: Epoch,
     /// The members of that quorum.
     pub members: usize,
     /// How many replicas' outer gradients were averaged; 0 for rounds without data.
@@ -113,7 +115,7 @@ pub struct Diloco<R, P> {
     sync: Duration,
     failed_attempts: u32,
     before_reduce: Option<Box<dyn FnMut(Step) + Send>>,
-    on_reduce: Option<Box<dyn FnMut(Step, i64) + Send>>,
+    on_reduce: Option<Box<dyn FnMut(Step, Epoch) + Send>>,
 }
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
@@ -214,7 +216,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// Calls `f(step, epoch)` whenever a round's all-reduce has been handed to the group, for progress displays.
-    pub fn on_reduce(&mut self, f: impl FnMut(Step, i64) + Send + 'static) {
+    pub fn on_reduce(&mut self, f: impl FnMut(Step, Epoch) + Send + 'static) {
         self.on_reduce = Some(Box::new(f));
     }
 

@@ -10,7 +10,7 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use protocol::assignment::Assignment;
 use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Start, Ticket};
 use protocol::rank::{Next, Rank, RankRules};
@@ -182,7 +182,7 @@ struct Run<'a> {
     random: u64,
     /// The quorum that was delivered last, until it is taken up.
     delivered: Option<(Vec<Ticket>, Arc<Quorum>)>,
-    epoch: i64,
+    epoch: Epoch,
     /// The present epoch was aborted.
     broken: bool,
     /// An attempt is under way, and when its members heard that it is lost.
@@ -235,7 +235,7 @@ impl<'a> Run<'a> {
             order: 0,
             random: fleet.seed ^ 0x9e37_79b9_7f4a_7c15,
             delivered: None,
-            epoch: 0,
+            epoch: Epoch(0),
             broken: false,
             in_flight: false,
             lost: None,
@@ -508,7 +508,7 @@ impl<'a> Run<'a> {
         };
         let is_new = quorum.quorum_id != self.epoch;
         self.epochs += u64::from(is_new);
-        let is_first = self.epoch == 0;
+        let is_first = self.epoch == Epoch(0);
         (self.epoch, self.broken) = (quorum.quorum_id, false);
         (self.in_flight, self.lost) = (true, None);
         (self.ends, self.missing) = (f64::INFINITY, 0);
@@ -688,7 +688,7 @@ impl<'a> Run<'a> {
         self.tell(Event::Attached {
             replica_id,
             stream,
-            last_quorum_id: 0,
+            last_quorum_id: Epoch(0),
         })
     }
 

@@ -290,7 +290,7 @@ fn check(own: u32, all: &[Record]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use crate::{DType, InMemoryStore, ReduceOp};
+    use crate::{DType, Epoch, InMemoryStore, ReduceOp};
     use proptest::prelude::*;
 
     use super::*;
@@ -299,7 +299,7 @@ mod tests {
         Place {
             rank,
             world,
-            epoch: 1,
+            epoch: Epoch(1),
         }
     }
 

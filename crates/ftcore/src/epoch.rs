@@ -3,7 +3,8 @@
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 
-/// The generation of a group's configuration. Every frame carries it (INV-1).
+/// The generation of a group's configuration; the quorum id where a manager runs the group. Every frame carries it (INV-1). 0 is none, where
+/// there may be none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Epoch(pub u64);
 
@@ -23,6 +24,19 @@ pub struct Epoch(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Step(pub i64);
 
+impl Epoch {
+    /// Of the signed number by which torchft's protocol and written states know an epoch. One below 0, which no lighthouse gives, becomes larger
+    /// than all that one gives, and back [what it was](Self::signed).
+    pub fn of_signed(number: i64) -> Self {
+        Self(number.cast_unsigned())
+    }
+
+    /// The signed number of it.
+    pub fn signed(self) -> i64 {
+        self.0.cast_signed()
+    }
+}
+
 impl fmt::Display for Epoch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -32,6 +46,22 @@ impl fmt::Display for Epoch {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
+    }
+}
+
+impl Add<u64> for Epoch {
+    type Output = Self;
+
+    fn add(self, epochs: u64) -> Self {
+        Self(self.0.saturating_add(epochs))
+    }
+}
+
+impl Sub<u64> for Epoch {
+    type Output = Self;
+
+    fn sub(self, epochs: u64) -> Self {
+        Self(self.0.saturating_sub(epochs))
     }
 }
 

@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use crate::registry::Unavailable;
 
+use crate::Epoch;
+
 /// What went wrong, in terms of what the caller can do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -93,7 +95,7 @@ pub struct ErrorContext {
     /// The peer's address, where one is known.
     pub peer_address: Option<String>,
     /// The epoch of the group's configuration.
-    pub epoch: Option<u64>,
+    pub epoch: Option<Epoch>,
     /// The sequence number of the collective in its group.
     pub seq: Option<u64>,
     /// The element type.
@@ -207,7 +209,7 @@ impl Error {
 
     /// Names the epoch.
     #[must_use]
-    pub fn with_epoch(self, epoch: u64) -> Self {
+    pub fn with_epoch(self, epoch: Epoch) -> Self {
         self.edit(|i| i.context.epoch = Some(epoch))
     }
 
@@ -374,7 +376,7 @@ mod tests {
             .with_op("all_reduce")
             .with_seq(41)
             .with_data(crate::DType::F32, 1_048_576)
-            .with_epoch(7)
+            .with_epoch(Epoch(7))
             .with_rank(2)
             .with_peer(1)
             .with_peer_address("10.0.0.4:4103");

@@ -113,7 +113,7 @@ impl<E: Engine> Lifecycle<E> {
         mut configuration: Configuration,
         connect: impl FnOnce(&Configuration) -> Result<Arc<E>>,
     ) -> Result<()> {
-        let (rank, epoch) = (configuration.rank, configuration.epoch.0);
+        let (rank, epoch) = (configuration.rank, configuration.epoch);
         let named = |e: Error| {
             if e.context().op.is_some() {
                 return e;

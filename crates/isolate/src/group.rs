@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{Label, Place};
 use ftcore::lifecycle::{Engine as _, Lifecycle};
 use ftcore::{
-    Cancel, Capabilities, Checked, Collective, Completion, Configuration, DType, Epoch, Error, ErrorKind,
-    Failed, Feature, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
-    deadline_in, later, time_left, work_pair,
+    Cancel, Capabilities, Checked, Collective, Completion, Configuration, DType, Error, ErrorKind, Failed,
+    Feature, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    later, time_left, work_pair,
 };
 
 use crate::child;
@@ -277,7 +277,7 @@ impl IsolatedGroup {
                 store,
                 prefix: configuration.prefix.clone(),
                 name: configuration.name.clone(),
-                epoch: configuration.epoch.0,
+                epoch: configuration.epoch,
                 rank: configuration.rank,
                 world: configuration.world_size,
                 deadline: configuration.deadline,
@@ -519,7 +519,7 @@ impl ProcessGroup for IsolatedGroup {
         let Some(settled) = settled else { return Ok(None) };
         let configuration = Configuration {
             name: settled.name.clone(),
-            epoch: Epoch(settled.epoch),
+            epoch: settled.epoch,
             rank: settled.rank,
             world_size: settled.world,
             deadline,

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockE
 use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::{Leaving, leave_at_exit};
-use ftcore::{Cancel, Capabilities, Error, ErrorKind, Result, Traffic, deadline_in, time_left};
+use ftcore::{Cancel, Capabilities, Epoch, Error, ErrorKind, Result, Traffic, deadline_in, time_left};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -68,7 +68,7 @@ struct State {
     /// The engine of each group's present configuration, by the group's number in the child.
     engines: HashMap<u32, Weak<Engine>>,
     /// What a group failed with whose engine had not started, and at which epoch.
-    early: HashMap<u32, (u64, Error)>,
+    early: HashMap<u32, (Epoch, Error)>,
     notices: Option<Weak<dyn Watch>>,
     /// Copies of tensors that the child may still touch.
     quarantine: Vec<Staged>,

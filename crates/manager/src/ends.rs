@@ -4,12 +4,12 @@
 //! whole. So a reduction in hand gets [`GRACE`] to end by itself, in whatever way, before the group is aborted; a group that has
 //! nothing in hand is left alone, because its abort would end what the other members have in hand. The next quorum is a new epoch.
 
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use coordination::{Cancel, PushEvent};
-use ftcore::{Credentials, Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
+use ftcore::{Credentials, Epoch, Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
 use protocol::rank::blame_peer;
 
 use replica::Pending;
@@ -19,7 +19,7 @@ use replica::Pending;
 const FIRST_TRY: Duration = Duration::from_millis(100);
 
 /// No quorum yet, or none any more.
-pub(crate) const NO_EPOCH: i64 = -1;
+pub(crate) const NO_EPOCH: Epoch = Epoch(0);
 
 /// What this rank has heard of the ends of epochs.
 pub(crate) struct Ends {
@@ -27,7 +27,7 @@ pub(crate) struct Ends {
     /// What this rank proves to the members' stores.
     credentials: Option<Arc<Credentials>>,
     /// The epoch that the notice is compared with.
-    live: AtomicI64,
+    live: AtomicU64,
     /// Which epochs were ended from elsewhere, and why.
     over: Mutex<protocol::ends::Ends>,
     /// The reductions of the present step.
@@ -39,15 +39,15 @@ impl Ends {
         Arc::new(Self {
             group,
             credentials,
-            live: AtomicI64::new(NO_EPOCH),
+            live: AtomicU64::new(NO_EPOCH.0),
             over: Mutex::default(),
             step: Mutex::default(),
         })
     }
 
     /// The group belongs to this epoch from now on.
-    pub(crate) fn set_live(&self, epoch: i64) {
-        self.live.store(epoch, Ordering::Release);
+    pub(crate) fn set_live(&self, epoch: Epoch) {
+        self.live.store(epoch.0, Ordering::Release);
     }
 
     /// A step begins: its reductions are `pending`.
@@ -56,13 +56,13 @@ impl Ends {
     }
 
     /// Why `epoch` is over, once it was said.
-    pub(crate) fn why_over(&self, epoch: i64) -> Option<String> {
+    pub(crate) fn why_over(&self, epoch: Epoch) -> Option<String> {
         let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
         over.why_over(epoch).map(str::to_string)
     }
 
     /// [`why_over`](Self::why_over) as an error of what cannot begin because of it. Nor does it begin once it was given up here.
-    pub(crate) fn check(&self, epoch: i64, cancel: &Cancel) -> Result<()> {
+    pub(crate) fn check(&self, epoch: Epoch, cancel: &Cancel) -> Result<()> {
         if cancel.is_cancelled() {
             return Err(Error::new(ErrorKind::Aborted, "the quorum was given up here"));
         }
@@ -100,7 +100,7 @@ impl Ends {
 
     /// If the live epoch is over: what the group has in hand ends within the time that it gets. Called again with each new reduction.
     pub(crate) fn settle(self: &Arc<Self>) {
-        let epoch = self.live.load(Ordering::Acquire);
+        let epoch = Epoch(self.live.load(Ordering::Acquire));
         if epoch == NO_EPOCH {
             return;
         }
@@ -117,7 +117,7 @@ impl Ends {
         };
         let this = self.clone();
         let watch = move || {
-            if step.drain(deadline_in(grace)).is_err() && this.live.load(Ordering::Acquire) == epoch {
+            if step.drain(deadline_in(grace)).is_err() && this.live.load(Ordering::Acquire) == epoch.0 {
                 this.group.abort(&why);
             }
         };
@@ -132,7 +132,7 @@ impl Ends {
     /// it: `Aborted` once the lighthouse says so, long before the deadline.
     pub(crate) fn reach_store(
         &self,
-        epoch: i64,
+        epoch: Epoch,
         address: &str,
         deadline: Instant,
         cancel: &Cancel,
@@ -164,7 +164,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    fn over(quorum_id: i64) -> PushEvent {
+    fn over(quorum_id: Epoch) -> PushEvent {
         PushEvent::AbortEpoch {
             quorum_id,
             reason: "r1 is gone".into(),
@@ -188,7 +188,7 @@ mod tests {
         };
         group.configure(configuration).unwrap();
         let ends = Ends::new(group.clone(), None);
-        ends.set_live(7);
+        ends.set_live(Epoch(7));
         (group, ends)
     }
 
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn a_reduction_that_finishes_although_its_epoch_is_over_counts_and_the_group_is_left_alone() {
         let (group, ends) = at_epoch_7();
-        ends.hear(over(7));
+        ends.hear(over(Epoch(7)));
         let (work, completer) = work_pair(OpKind::AllReduce, deadline_in(LONG), |_| {});
         let step = Pending::default();
         step.track(&work, |_| {});
@@ -223,7 +223,7 @@ mod tests {
             (true, Some(2))
         );
         assert!(
-            ends.why_over(7).unwrap().contains("gone: r1"),
+            ends.why_over(Epoch(7)).unwrap().contains("gone: r1"),
             "the next step is a new epoch"
         );
     }
@@ -235,12 +235,12 @@ mod tests {
         let step = Pending::default();
         step.track(&work, |_| {});
         ends.begin(step);
-        ends.hear(over(6));
+        ends.hear(over(Epoch(6)));
         assert!(
             !is_aborted_by(&group, deadline_in(GRACE * 2)),
             "an earlier epoch is no notice"
         );
-        ends.hear(over(7));
+        ends.hear(over(Epoch(7)));
         assert!(is_aborted_by(&group, deadline_in(LONG)));
     }
 
@@ -254,11 +254,11 @@ mod tests {
         let begun = Instant::now();
         let reached = std::thread::scope(|scope| {
             let reaching =
-                scope.spawn(|| ends.reach_store(7, &address, deadline_in(LONG), &Cancel::default()));
+                scope.spawn(|| ends.reach_store(Epoch(7), &address, deadline_in(LONG), &Cancel::default()));
             while begun.elapsed() < FIRST_TRY * 2 {
                 std::thread::yield_now();
             }
-            ends.hear(over(7));
+            ends.hear(over(Epoch(7)));
             reaching.join().unwrap()
         });
         let error = reached.err().unwrap();

@@ -286,7 +286,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use coordination::{LighthouseConfig, LighthouseServer, ManagerServer, ManagerServerConfig};
-    use ftcore::{InMemoryStore, deadline_in};
+    use ftcore::{Epoch, InMemoryStore, deadline_in};
     use protocol::assignment::RecoverySource;
 
     use super::*;
@@ -360,7 +360,7 @@ mod tests {
             let transport = HttpTransport::start("127.0.0.1:0", None).unwrap();
             let answer = QuorumResult {
                 max_step: Step(step),
-                quorum_id: 9,
+                quorum_id: Epoch(9),
                 ..QuorumResult::default()
             };
             publish(&transport, HealOver::Http, &Lineage::default(), &answer, state).unwrap();
@@ -405,7 +405,7 @@ mod tests {
     /// Told to heal step 5 of epoch 9 from the managers at these addresses.
     fn answer(addresses: Vec<String>) -> QuorumResult {
         QuorumResult {
-            quorum_id: 9,
+            quorum_id: Epoch(9),
             max_step: Step(5),
             heal: true,
             recover_src_replica_rank: Some(0),
@@ -426,7 +426,7 @@ mod tests {
         let lineage = if step == 0 {
             Lineage::default()
         } else {
-            Lineage::default().after(1, Step(step))
+            Lineage::default().after(Epoch(1), Step(step))
         };
         let me = Behind {
             replica_id: "me:y",
@@ -533,7 +533,7 @@ mod tests {
         let mut sources = Sources::default();
         sources.publishing(5, &Weights::of(&[2.0]));
         let mut answer = sources.answer();
-        answer.quorum_id = 11;
+        answer.quorum_id = Epoch(11);
         let deadline = deadline_in(Duration::from_secs(1));
         let e = heal_at(3, &answer, &mut Weights::of(&[0.0]), deadline).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
@@ -550,14 +550,14 @@ mod tests {
         store: &Arc<dyn Store>,
         answer: &QuorumResult,
         ended: impl Fn(u32) + Sync,
-        publish: impl Fn(i64) + Sync,
+        publish: impl Fn(Epoch) + Sync,
     ) -> [Vec<f32>; 2] {
         let (together, healed) = (Barrier::new(2), [(); 2].map(|()| AtomicBool::new(false)));
         let as_rank = |group_rank: u32| {
             let mut state = Weights::of(&[0.0, 0.0]);
             for quorum_id in 9..14 {
                 let answer = QuorumResult {
-                    quorum_id,
+                    quorum_id: Epoch(quorum_id),
                     ..answer.clone()
                 };
                 let me = Behind {
@@ -577,7 +577,7 @@ mod tests {
                     ended(group_rank);
                 }
                 if together.wait().is_leader() {
-                    publish(quorum_id + 1);
+                    publish(Epoch(quorum_id + 1));
                 }
                 if healed.iter().all(|h| h.load(Ordering::SeqCst)) {
                     return state.values;
@@ -601,7 +601,7 @@ mod tests {
         Arc::new(InMemoryStore::new())
     }
 
-    fn publish_as(transport: &HttpTransport, quorum_id: i64, state: [f32; 2]) {
+    fn publish_as(transport: &HttpTransport, quorum_id: Epoch, state: [f32; 2]) {
         let answer = QuorumResult {
             quorum_id,
             max_step: Step(5),
@@ -624,14 +624,14 @@ mod tests {
         let [b0, b1] = sources.of_two_ranks();
         // The first source serves rank 0 only; the second serves rank 1 at once, and rank 0 after that.
         drop(a1);
-        publish_as(&a0, 9, [1.0, 0.0]);
-        publish_as(&b1, 9, [2.0, 1.0]);
+        publish_as(&a0, Epoch(9), [1.0, 0.0]);
+        publish_as(&b1, Epoch(9), [2.0, 1.0]);
         let states = both_ranks_heal(
             &in_memory(),
             &sources.answer(),
             |rank| {
                 if rank == 1 {
-                    publish_as(&b0, 9, [2.0, 0.0]);
+                    publish_as(&b0, Epoch(9), [2.0, 0.0]);
                 }
             },
             |quorum_id| {
@@ -649,8 +649,8 @@ mod tests {
         let [a0, a1] = sources.of_two_ranks();
         let [b0, b1] = sources.of_two_ranks();
         // Each source is slow for one rank: it publishes for it once the ranks have chosen, or one has healed without a choice.
-        publish_as(&a0, 9, [1.0, 0.0]);
-        publish_as(&b1, 9, [2.0, 1.0]);
+        publish_as(&a0, Epoch(9), [1.0, 0.0]);
+        publish_as(&b1, Epoch(9), [2.0, 1.0]);
         let (store, has_ended) = (in_memory(), AtomicBool::new(false));
         let states = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -658,8 +658,8 @@ mod tests {
                 while !store.check(&[&key], soon()).unwrap() && !has_ended.load(Ordering::SeqCst) {
                     std::thread::yield_now();
                 }
-                publish_as(&b0, 9, [2.0, 0.0]);
-                publish_as(&a1, 9, [1.0, 1.0]);
+                publish_as(&b0, Epoch(9), [2.0, 0.0]);
+                publish_as(&a1, Epoch(9), [1.0, 1.0]);
             });
             let ended = |_| has_ended.store(true, Ordering::SeqCst);
             both_ranks_heal(&store, &sources.answer(), ended, |_| ())

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::{Reach, SourceChoice};
-use ftcore::{Error, ErrorKind, Result, Step, Store};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step, Store};
 use protocol::source::{Choice, Told, Within};
 
 /// What stands if no rank has healed yet, and what no [`Choice`] writes.
@@ -19,7 +19,7 @@ pub(crate) struct RanksChoice {
     pub(crate) store: Arc<dyn Store>,
     /// One for each incarnation of the replica.
     pub(crate) key: String,
-    pub(crate) quorum_id: i64,
+    pub(crate) quorum_id: Epoch,
     pub(crate) step: Step,
     /// The ids of the replicas that are the sources, in the order of the fetch.
     pub(crate) sources: Vec<String>,

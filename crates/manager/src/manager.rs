@@ -17,8 +17,8 @@ use coordination::{
     QuorumResult, WatchGuard, is_refused,
 };
 use ftcore::{
-    Collective, DType, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Step, SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
+    Collective, DType, Epoch, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
+    Result, Step, SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
     time_left,
 };
 
@@ -314,7 +314,7 @@ impl Manager {
     }
 
     /// The newest epoch of the group.
-    fn epoch(&self) -> i64 {
+    fn epoch(&self) -> Epoch {
         self.rank.epoch().unwrap_or(NO_EPOCH)
     }
 
@@ -436,10 +436,10 @@ impl Manager {
     }
 
     /// The epoch did not come up: its vote will be no.
-    fn lost(&mut self, epoch: i64, error: &Error) {
+    fn lost(&mut self, epoch: Epoch, error: &Error) {
         self.group.abort(&error.to_string());
         if self.pending.fail(error.clone()) {
-            tracing::warn!(%error, epoch, "this epoch did not come up; it will not commit");
+            tracing::warn!(%error, %epoch, "this epoch did not come up; it will not commit");
             self.reporter.send(self.epoch(), error);
         }
     }
@@ -737,7 +737,7 @@ impl Replica for Manager {
             self.observed.discarded(attempt, error);
             tracing::warn!(
                 step = %cast.step,
-                epoch = cast.quorum_id,
+                epoch = %cast.quorum_id,
                 error = error.map(ToString::to_string),
                 "the step did not commit"
             );

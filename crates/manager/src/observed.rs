@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use coordination::{PushEvent, QuorumResult, RankCounts};
-use ftcore::{Error, Result, Step, Traffic};
+use ftcore::{Epoch, Error, Result, Step, Traffic};
 use replica::Healed;
 
 use crate::event_log::{Event, EventLog, listed, text};
@@ -21,7 +21,7 @@ pub(crate) struct Observed {
 /// The epoch and the step that an attempt voted on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Attempt {
-    pub(crate) epoch: i64,
+    pub(crate) epoch: Epoch,
     pub(crate) step: Step,
     pub(crate) begun: Instant,
 }
@@ -67,7 +67,7 @@ impl Observed {
         self.count().quorums.add(took);
         if self.is_watched() {
             self.see(Event::Quorum {
-                epoch: answer.quorum_id,
+                epoch: answer.quorum_id.signed(),
                 step: answer.max_step.0,
                 replica_rank: answer.replica_rank,
                 size: answer.replica_world_size,
@@ -79,12 +79,12 @@ impl Observed {
         }
     }
 
-    pub(crate) fn configured(&self, epoch: i64, took: Duration, outcome: &Result<()>) {
+    pub(crate) fn configured(&self, epoch: Epoch, took: Duration, outcome: &Result<()>) {
         self.count().configures.add(took);
         if self.is_watched() {
             let error = outcome.as_ref().err().map(ToString::to_string);
             self.see(Event::Configure {
-                epoch,
+                epoch: epoch.signed(),
                 took_s: took.as_secs_f64(),
                 error: error.as_deref().map(text),
             });
@@ -118,7 +118,7 @@ impl Observed {
         let followed = outcome.ok().and_then(|healed| healed.source).and_then(id);
         let error = outcome.err().map(ToString::to_string);
         self.see(Event::Heal {
-            epoch: answer.quorum_id,
+            epoch: answer.quorum_id.signed(),
             step: answer.max_step.0,
             from: followed.map_or_else(all, |one| vec![one]),
             bytes: outcome.map_or(0, |healed| healed.bytes),
@@ -135,12 +135,12 @@ impl Observed {
     }
 
     /// The first failure of an attempt.
-    pub(crate) fn failed(&self, epoch: i64, error: &Error) {
+    pub(crate) fn failed(&self, epoch: Epoch, error: &Error) {
         self.count().failures += 1;
         if self.is_watched() {
             let reason = error.to_string();
             self.see(Event::Failure {
-                epoch,
+                epoch: epoch.signed(),
                 reason: text(&reason),
             });
         }
@@ -155,7 +155,7 @@ impl Observed {
         let took = attempt.begun.elapsed();
         self.count().commits.add(took);
         self.see(Event::Commit {
-            epoch: attempt.epoch,
+            epoch: attempt.epoch.signed(),
             step: attempt.step.0,
             contributors,
             took_s: took.as_secs_f64(),
@@ -171,7 +171,7 @@ impl Observed {
                 ToString::to_string,
             );
             self.see(Event::Discard {
-                epoch: attempt.epoch,
+                epoch: attempt.epoch.signed(),
                 step: attempt.step.0,
                 reason: text(&reason),
                 took_s: took.as_secs_f64(),
@@ -192,12 +192,15 @@ impl Observed {
         let (epoch, reason) = (*quorum_id, text(reason));
         for member in listed(departed) {
             self.see(Event::MemberLost {
-                epoch,
+                epoch: epoch.signed(),
                 member: text(member),
                 reason,
             });
         }
-        self.see(Event::Abort { epoch, reason });
+        self.see(Event::Abort {
+            epoch: epoch.signed(),
+            reason,
+        });
     }
 
     /// The rank ends, in order if there is no error.

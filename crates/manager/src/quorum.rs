@@ -11,7 +11,7 @@ use checkpoint::HttpTransport;
 use coordination::{Cancel, ManagerClient, QuorumRequest, QuorumResult, is_refused};
 use ftcore::store::epoch_prefix;
 use ftcore::{
-    Configuration, Epoch, Error, ErrorKind, ProcessGroup, Result, Step, Store, TcpStoreServer, deadline_in,
+    Configuration, Error, ErrorKind, ProcessGroup, Result, Step, Store, TcpStoreServer, deadline_in,
     time_left,
 };
 use protocol::rank::{Next, Rank};
@@ -157,12 +157,11 @@ impl Search {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<()> {
-        let epoch = u64::try_from(answer.quorum_id).map_err(|_| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("quorum id {} is negative", answer.quorum_id),
-            )
-        })?;
+        let epoch = answer.quorum_id;
+        if epoch.signed() < 0 {
+            let text = format!("quorum id {} is negative", epoch.signed());
+            return Err(Error::new(ErrorKind::Protocol, text));
+        }
         if let Some(store) = &self.store {
             store.begin_epoch(epoch);
         }
@@ -183,7 +182,7 @@ impl Search {
             store: store.clone(),
             prefix: prefix.clone(),
             name: self.replica_id.clone(),
-            epoch: Epoch(epoch),
+            epoch,
             rank: answer.replica_rank,
             world_size: answer.replica_world_size,
             deadline,

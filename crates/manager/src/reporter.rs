@@ -5,13 +5,13 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use coordination::ManagerClient;
-use ftcore::{Error, Result, deadline_in};
+use ftcore::{Epoch, Error, Result, deadline_in};
 
 use crate::observed::Observed;
 
 /// A failure of an epoch, in words.
 pub(crate) struct Report {
-    pub(crate) quorum_id: i64,
+    pub(crate) quorum_id: Epoch,
     pub(crate) reason: String,
 }
 
@@ -29,7 +29,7 @@ impl Reporter {
                 while let Ok(report) = receiver.recv() {
                     let deadline = deadline_in(Duration::from_secs(2));
                     if let Err(error) = client.report(report.quorum_id, &report.reason, deadline) {
-                        tracing::debug!(%error, epoch = report.quorum_id, "a failure could not be reported");
+                        tracing::debug!(%error, epoch = %report.quorum_id, "a failure could not be reported");
                     }
                 }
             })
@@ -38,7 +38,7 @@ impl Reporter {
     }
 
     /// Never blocks: with 64 reports waiting, one more says nothing new.
-    pub(crate) fn send(&self, quorum_id: i64, error: &Error) {
+    pub(crate) fn send(&self, quorum_id: Epoch, error: &Error) {
         self.1.failed(quorum_id, error);
         let _ = self.0.try_send(Report {
             quorum_id,

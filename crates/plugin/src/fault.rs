@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use ftcore::registry::Unavailable;
-use ftcore::{DType, Error, ErrorKind, printable};
+use ftcore::{DType, Epoch, Error, ErrorKind, printable};
 
 use crate::abi::{self, FAILED, Fault, Growing, OK};
 
@@ -79,7 +79,7 @@ pub(crate) fn encode(error: &Error) -> Fault {
     fault.code = error.code().unwrap_or(0);
     fault.rank = context.rank.unwrap_or(0);
     fault.peer = context.peer.unwrap_or(0);
-    fault.epoch = context.epoch.unwrap_or(0);
+    fault.epoch = context.epoch.map_or(0, |epoch| epoch.0);
     fault.seq = context.seq.unwrap_or(0);
     fault.count = context.count.unwrap_or(0) as u64;
     fault.dtype = context.dtype.map_or(abi::NONE, |d| u32::from(d.code()));
@@ -125,7 +125,7 @@ pub(crate) fn decode(fault: &Fault, who: &str) -> Error {
         error = error.with_peer(fault.peer);
     }
     if has(abi::FAULT_EPOCH) {
-        error = error.with_epoch(fault.epoch);
+        error = error.with_epoch(Epoch(fault.epoch));
     }
     if has(abi::FAULT_SEQ) {
         error = error.with_seq(fault.seq);
@@ -217,7 +217,7 @@ mod tests {
             .with_op("all_reduce")
             .with_rank(2)
             .with_peer(1)
-            .with_epoch(7)
+            .with_epoch(Epoch(7))
             .with_seq(41)
             .with_data(DType::BF16, 12)
             .with_code(-9);

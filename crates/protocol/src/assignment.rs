@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 
 use crate::lineage::Lineage;
 use crate::member::{Member, Quorum, listed};
@@ -39,7 +39,7 @@ pub struct RecoverySource {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct QuorumResult {
     /// The epoch.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// The replica's place among all members, in order of their ids.
     pub replica_rank: u32,
     /// The number of members.

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use crate::quorum::Ticket;
 
@@ -17,7 +17,7 @@ const MAX_DECIDED: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct VoteKey {
     /// The epoch; 0 from clients that do not tell it.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// The step.
     pub step: Step,
     /// The number of the try at this step and epoch, as the ranks count it.
@@ -27,7 +27,7 @@ pub struct VoteKey {
 impl fmt::Display for VoteKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "step {}, attempt {}", self.step, self.attempt)?;
-        if self.quorum_id != 0 {
+        if self.quorum_id != Epoch(0) {
             write!(f, ", epoch {}", self.quorum_id)?;
         }
         Ok(())
@@ -96,11 +96,11 @@ impl CommitState {
             ));
             return vec![CommitAction::Reject { ticket, error }];
         }
-        if key.quorum_id == 0 && key.attempt == 0 {
+        if key.quorum_id == Epoch(0) && key.attempt == 0 {
             let past = self
                 .decided
                 .iter()
-                .filter(|d| d.key.quorum_id == 0 && d.key.step == key.step)
+                .filter(|d| d.key.quorum_id == Epoch(0) && d.key.step == key.step)
                 .count();
             key.attempt = i64::try_from(past).unwrap_or(i64::MAX);
         } else if let Some(d) = self.decided.iter().find(|d| d.key == key) {
@@ -194,9 +194,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn key(quorum_id: i64, step: i64, attempt: i64) -> VoteKey {
+    fn key(quorum_id: u64, step: i64, attempt: i64) -> VoteKey {
         VoteKey {
-            quorum_id,
+            quorum_id: Epoch(quorum_id),
             step: Step(step),
             attempt,
         }
@@ -327,7 +327,7 @@ mod tests {
         /// A commit rests on a live vote for exactly that key from every rank, whatever else happened.
         #[test]
         fn a_commit_has_the_live_vote_of_every_rank_for_the_same_key(
-            events in prop::collection::vec((0u32..3, 1i64..3, 0i64..3, 0i64..2, any::<bool>(), 0u32..4), 1..80),
+            events in prop::collection::vec((0u32..3, 1u64..3, 0i64..3, 0i64..2, any::<bool>(), 0u32..4), 1..80),
         ) {
             let mut s = CommitState::new(3);
             let mut live: BTreeMap<Ticket, (u32, VoteKey, bool)> = BTreeMap::new();

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use crate::member::Joining;
 use crate::quorum::Ticket;
@@ -26,7 +26,7 @@ pub struct RankRequest {
     /// The history of its state; empty if not told.
     pub lineage: String,
     /// The quorum that it is configured for; 0 if none or not told.
-    pub last_quorum_id: i64,
+    pub last_quorum_id: Epoch,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
     /// How many batches led to its state, over all replicas that contributed.
@@ -312,7 +312,7 @@ mod tests {
             0,
             RankRequest {
                 shrink_only: true,
-                last_quorum_id: 9,
+                last_quorum_id: Epoch(9),
                 ..at(4)
             },
             1,
@@ -321,7 +321,7 @@ mod tests {
             1,
             RankRequest {
                 commit_failures: 2,
-                last_quorum_id: 9,
+                last_quorum_id: Epoch(9),
                 ..at(4)
             },
             2,
@@ -329,7 +329,7 @@ mod tests {
         let (_, request) = asked(&s.ask(
             2,
             RankRequest {
-                last_quorum_id: 9,
+                last_quorum_id: Epoch(9),
                 ..at(4)
             },
             3,
@@ -338,7 +338,7 @@ mod tests {
         let expected = RankRequest {
             shrink_only: true,
             commit_failures: 2,
-            last_quorum_id: 9,
+            last_quorum_id: Epoch(9),
             ..at(4)
         };
         assert_eq!(request, expected);
@@ -372,7 +372,7 @@ mod tests {
         s.ask(0, question(7), 1);
         let (call, _) = asked(&s.ask(1, question(3), 2)).unwrap();
         let quorum = Quorum {
-            quorum_id: 9,
+            quorum_id: Epoch(9),
             ..Quorum::default()
         };
         s.answered(call, Ok(Told::Members(Arc::new(quorum))));
@@ -388,7 +388,7 @@ mod tests {
         else {
             panic!("{again:?}")
         };
-        assert!(matches!(told, Told::Members(quorum) if quorum.quorum_id == 9));
+        assert!(matches!(told, Told::Members(quorum) if quorum.quorum_id == Epoch(9)));
         assert!(
             s.ask(0, question(8), 5).is_empty(),
             "the next question waits for the others"
@@ -441,7 +441,7 @@ mod tests {
         s.ask(
             0,
             RankRequest {
-                last_quorum_id: 9,
+                last_quorum_id: Epoch(9),
                 ..at(4)
             },
             1,
@@ -449,13 +449,13 @@ mod tests {
         let (_, request) = asked(&s.ask(
             1,
             RankRequest {
-                last_quorum_id: 7,
+                last_quorum_id: Epoch(7),
                 ..at(4)
             },
             2,
         ))
         .unwrap();
-        assert_eq!((request.last_quorum_id, request.commit_failures), (9, 1));
+        assert_eq!((request.last_quorum_id, request.commit_failures), (Epoch(9), 1));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 /// A hash chain over (epoch, step) of every commit; empty before the first one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -34,10 +34,10 @@ impl Lineage {
 
     /// The lineage after committing `step` in `epoch`.
     #[must_use]
-    pub fn after(&self, epoch: i64, step: Step) -> Self {
+    pub fn after(&self, epoch: Epoch, step: Step) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.0.as_bytes());
-        hasher.update(&epoch.to_le_bytes());
+        hasher.update(&epoch.0.to_le_bytes());
         hasher.update(&step.0.to_le_bytes());
         Self(short(&hasher))
     }
@@ -60,9 +60,9 @@ mod tests {
     #[test]
     fn the_same_commits_give_the_same_lineage_and_another_epoch_another() {
         let start = Lineage::default();
-        let a = start.after(5, Step(0)).after(5, Step(1));
-        assert_eq!(a, start.after(5, Step(0)).after(5, Step(1)));
-        assert_ne!(a, start.after(5, Step(0)).after(6, Step(1)));
+        let a = start.after(Epoch(5), Step(0)).after(Epoch(5), Step(1));
+        assert_eq!(a, start.after(Epoch(5), Step(0)).after(Epoch(5), Step(1)));
+        assert_ne!(a, start.after(Epoch(5), Step(0)).after(Epoch(6), Step(1)));
         assert_eq!(a.as_str().len(), 32);
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 /// A replica id, shared by those that keep it.
 pub(crate) type Id = Arc<str>;
@@ -33,7 +33,7 @@ pub struct Member {
     /// Names the history that led to its state; empty if not told.
     pub lineage: String,
     /// The quorum that it is configured for; 0 if none or not told.
-    pub last_quorum_id: i64,
+    pub last_quorum_id: Epoch,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
     /// The number of members of that quorum; 0 if not told.
@@ -64,7 +64,7 @@ pub enum Joining {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Quorum {
     /// The epoch. Never goes down, not even over restarts of the lighthouse; equal ids mean equal members.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// The members in order of `replica_id` (byte order).
     pub participants: Vec<Member>,
     /// Replicas far behind that fetch the state of this quorum's step and are no members, in order of `replica_id`.
@@ -123,7 +123,7 @@ pub(crate) fn listed<'a>(ids: impl IntoIterator<Item = &'a str>) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbortEpoch {
     /// The epoch that is over; a receiver in another one ignores the notice.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// Why, naming who reported it or who is gone.
     pub reason: String,
     /// Replica ids that are gone; empty after a mere report.

@@ -32,7 +32,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use crate::member::{AbortEpoch, Id, Quorum};
 use record::Job;
@@ -64,7 +64,7 @@ const MAX_REPLACED: usize = 1024;
 #[derive(Debug, Clone)]
 pub struct LighthouseState {
     rules: QuorumRules,
-    quorum_id: i64,
+    quorum_id: Epoch,
     previous: Option<Arc<Quorum>>,
     /// The highest step of a member of the last quorum; nothing before the first one of this lighthouse.
     frontier: Option<Step>,
@@ -83,7 +83,7 @@ pub struct LighthouseState {
     /// When a replica asked for the first time since the start.
     first_asked: Option<Instant>,
     /// Without a record: the newest quorum id that a replica has told, and the largest size told with it.
-    told: Option<(i64, u64)>,
+    told: Option<(Epoch, u64)>,
     /// Since when those who ask could form a quorum.
     able_since: Option<Instant>,
     /// Streams that were open while the lighthouse was away. Their other ends may have given them up meanwhile: until then their end is no
@@ -141,9 +141,10 @@ impl LighthouseState {
             });
         }
         let clock_ms = start.clock_ms.max(0);
+        let clock = Epoch(clock_ms.cast_unsigned());
         Self {
             rules,
-            quorum_id: record.as_ref().map_or(0, |r| r.quorum_id).max(clock_ms),
+            quorum_id: record.as_ref().map_or(Epoch(0), |r| r.quorum_id).max(clock),
             previous: None,
             frontier: None,
             spares_asked_for: None,
@@ -323,7 +324,7 @@ impl LighthouseState {
     }
 
     /// The present id.
-    pub fn quorum_id(&self) -> i64 {
+    pub fn quorum_id(&self) -> Epoch {
         self.quorum_id
     }
 
@@ -369,7 +370,7 @@ impl LighthouseState {
         departs
     }
 
-    fn report(&mut self, id: &str, quorum_id: i64, reason: &str, actions: &mut Vec<Action>) {
+    fn report(&mut self, id: &str, quorum_id: Epoch, reason: &str, actions: &mut Vec<Action>) {
         // The first report ends the epoch; more of them say nothing new. Strangers have no say.
         if quorum_id == self.quorum_id && self.is_previous(id) && self.aborted.is_none() {
             self.abort(&format!("{id} reported: {}", cut(reason)), None, actions);

@@ -10,7 +10,7 @@
 //! - *The world's*: a member died, a connection broke, a deadline passed. The attempt is lost, and the same step is done
 //!   again in the next quorum ([`Next::Lost`]).
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use crate::assignment::QuorumResult;
 use crate::commit::VoteKey;
@@ -77,7 +77,7 @@ pub struct Rank {
     is_left_behind: bool,
     /// This rank was told to heal, and has not yet.
     is_to_heal: bool,
-    epoch: Option<i64>,
+    epoch: Option<Epoch>,
     members: String,
     /// Votes taken so far for the present (epoch, step).
     attempt: i64,
@@ -143,7 +143,7 @@ impl Rank {
     }
 
     /// The newest epoch that this rank was told to connect for; `None` before the first.
-    pub fn epoch(&self) -> Option<i64> {
+    pub fn epoch(&self) -> Option<Epoch> {
         self.epoch
     }
 
@@ -246,7 +246,7 @@ impl Rank {
             } else {
                 self.lineage.as_str().to_string()
             },
-            last_quorum_id: self.epoch.unwrap_or(0),
+            last_quorum_id: self.epoch.unwrap_or(Epoch(0)),
             healed: self.healed_into == Some(self.step) && !holds_nothing,
             // The count goes with the state: who heals from a replica takes its count over.
             batches_committed: if holds_nothing { 0 } else { self.batches },
@@ -273,7 +273,7 @@ impl Rank {
         let id = answer.quorum_id;
         // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
         let same = self.epoch == Some(id) && answer.digest_of_members() == self.members;
-        let newest = self.epoch.unwrap_or(0);
+        let newest = self.epoch.unwrap_or(Epoch(0));
         let trouble = if id < newest {
             // Of an epoch that comes back, old bytes may still be on their way (INV-1). A lost vote makes the ids grow.
             Some(format!(
@@ -483,7 +483,7 @@ impl Rank {
     /// of the replica's ranks meet.
     pub fn key(&self) -> VoteKey {
         VoteKey {
-            quorum_id: self.epoch.unwrap_or(0),
+            quorum_id: self.epoch.unwrap_or(Epoch(0)),
             step: self.answer.as_ref().map_or(self.step, |a| a.max_step),
             attempt: self.attempt,
         }
@@ -498,7 +498,7 @@ impl Rank {
             if self.reduced {
                 self.batches = self.batches.saturating_add(self.contribution().1.into());
             }
-            self.lineage = self.lineage.after(self.epoch.unwrap_or(0), self.step);
+            self.lineage = self.lineage.after(self.epoch.unwrap_or(Epoch(0)), self.step);
             self.step += 1;
             self.attempt = 0;
             self.commit_failures = 0;

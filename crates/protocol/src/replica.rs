@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind};
+use ftcore::{Epoch, Error, ErrorKind};
 
 use crate::assignment::QuorumResult;
 use crate::commit::{CommitAction, CommitState, VoteKey};
@@ -106,7 +106,7 @@ pub enum ReplicaEvent {
         /// Which rank.
         rank: u32,
         /// Which epoch.
-        quorum_id: i64,
+        quorum_id: Epoch,
         /// Why.
         reason: String,
     },
@@ -217,7 +217,7 @@ pub struct ReplicaState {
     metadata: BTreeMap<u32, String>,
     aborted: Option<AbortEpoch>,
     /// The id of the newest quorum that was given to a rank, and its number of members.
-    last_quorum: (i64, u64),
+    last_quorum: (Epoch, u64),
     ranks: BTreeMap<u32, Presence>,
     /// The replica is to leave after its next step; and whether the quorum that was given last said so to its ranks. All of them are told
     /// with the same quorum, so that they leave after the same step.
@@ -239,7 +239,7 @@ impl ReplicaState {
             over: None,
             metadata: BTreeMap::new(),
             aborted: None,
-            last_quorum: (0, 0),
+            last_quorum: (Epoch(0), 0),
             ranks: BTreeMap::new(),
             drains: false,
             told_to_drain: false,
@@ -248,7 +248,7 @@ impl ReplicaState {
     }
 
     /// The id of the newest quorum that was given to a rank, and its number of members; 0 if none.
-    pub fn last_quorum(&self) -> (i64, u64) {
+    pub fn last_quorum(&self) -> (Epoch, u64) {
         self.last_quorum
     }
 

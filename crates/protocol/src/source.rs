@@ -5,12 +5,12 @@
 //! get it names another one, until a rank has loaded. From then on the choice moves only among the sources whose state every rank
 //! that has loaded holds. So at any time one source exists whose state is what all ranks that have loaded hold: the chosen one.
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 /// The choice of one replica for one state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    quorum_id: i64,
+    quorum_id: Epoch,
     step: Step,
     source: String,
     /// Sources that some rank could not get.
@@ -43,7 +43,7 @@ pub enum Told {
 
 impl Choice {
     /// The choice for the state of `step` in the quorum, given what stands so far and what the asking rank can get.
-    pub fn follow(standing: Option<&Self>, quorum_id: i64, step: Step, within: Within<'_>) -> Told {
+    pub fn follow(standing: Option<&Self>, quorum_id: Epoch, step: Step, within: Within<'_>) -> Told {
         let now = (quorum_id, step);
         let current = match standing {
             Some(c) if (c.quorum_id, c.step) > now => return Told::Late,
@@ -72,7 +72,7 @@ impl Choice {
         Told::Follow(choice, changed)
     }
 
-    fn first(earlier: Option<&Self>, quorum_id: i64, step: Step, within: Within<'_>) -> Told {
+    fn first(earlier: Option<&Self>, quorum_id: Epoch, step: Step, within: Within<'_>) -> Told {
         // A source that only one rank can get would be chosen again and again.
         let avoided = earlier.map_or(&[][..], |c| &c.refused);
         let good = |id: &&String| !avoided.contains(id);
@@ -96,7 +96,7 @@ impl Choice {
 
     /// A rank is about to load a state that all of `followed` hold bit for bit. The choice as it has to be written down before the rank
     /// loads; `None` if it is another source by now, or of another state: the rank must not load.
-    pub fn settle(&self, quorum_id: i64, step: Step, followed: &[String]) -> Option<Self> {
+    pub fn settle(&self, quorum_id: Epoch, step: Step, followed: &[String]) -> Option<Self> {
         if (self.quorum_id, self.step) != (quorum_id, step) || !followed.contains(&self.source) {
             return None;
         }
@@ -137,7 +137,7 @@ impl Choice {
         let mut lines = text.split('\n');
         let (quorum_id, step) = lines.next()?.split_once(' ')?;
         let mut choice = Self {
-            quorum_id: quorum_id.parse().ok()?,
+            quorum_id: Epoch(quorum_id.parse().ok()?),
             step: Step(step.parse().ok()?),
             source: lines.next()?.to_owned(),
             refused: Vec::new(),
@@ -166,7 +166,7 @@ mod tests {
 
     fn follow(
         standing: Option<&Choice>,
-        key: (i64, i64),
+        key: (u64, i64),
         have: &[&str],
         lost: &[&str],
         pending: &[&str],
@@ -177,7 +177,7 @@ mod tests {
             lost: &lost,
             pending: &pending,
         };
-        Choice::follow(standing, key.0, Step(key.1), within)
+        Choice::follow(standing, Epoch(key.0), Step(key.1), within)
     }
 
     fn chosen(told: Told) -> Choice {
@@ -198,7 +198,7 @@ mod tests {
             chosen(follow(Some(&first), (9, 6), &["a"], &[], &[])).source(),
             "a"
         );
-        assert_eq!(first.settle(9, Step(5), &ids(&["a"])), None);
+        assert_eq!(first.settle(Epoch(9), Step(5), &ids(&["a"])), None);
     }
 
     #[test]
@@ -206,9 +206,9 @@ mod tests {
         let a = chosen(follow(None, (9, 5), &["a"], &[], &[]));
         let b = chosen(follow(Some(&a), (9, 5), &["b", "c"], &["a"], &[]));
         assert_eq!(b.source(), "b");
-        assert_eq!(a.settle(9, Step(5), &ids(&["a"])).unwrap().source(), "a");
+        assert_eq!(a.settle(Epoch(9), Step(5), &ids(&["a"])).unwrap().source(), "a");
         assert_eq!(
-            b.settle(9, Step(5), &ids(&["a"])),
+            b.settle(Epoch(9), Step(5), &ids(&["a"])),
             None,
             "the other rank must not load a's"
         );
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn once_a_rank_has_loaded_only_sources_of_that_very_state_are_left() {
         let a = chosen(follow(None, (9, 5), &["a"], &[], &[]));
-        let loaded = a.settle(9, Step(5), &ids(&["a", "c"])).unwrap();
+        let loaded = a.settle(Epoch(9), Step(5), &ids(&["a", "c"])).unwrap();
         let stuck = chosen(follow(Some(&loaded), (9, 5), &["b"], &["a"], &[]));
         assert_eq!(stuck.source(), "a", "this rank cannot heal in this quorum");
         let c = chosen(follow(Some(&loaded), (9, 5), &["b", "c"], &["a"], &[]));
@@ -241,7 +241,7 @@ mod tests {
         let a = chosen(follow(None, (9, 5), &["a:1"], &["x:2", "y:3"], &[]));
         for choice in [
             a.clone(),
-            a.settle(9, Step(5), &ids(&["a:1", "b:4"])).unwrap(),
+            a.settle(Epoch(9), Step(5), &ids(&["a:1", "b:4"])).unwrap(),
             Choice {
                 loaded: Some(Vec::new()),
                 ..a
@@ -278,12 +278,12 @@ mod tests {
                 }
                 let have: Vec<String> = names.iter().filter(|n| !lost[rank].contains(n)).cloned().collect();
                 let within = Within { have: &have, lost: &lost[rank], pending: &[] };
-                let Told::Follow(choice, _) = Choice::follow(standing.as_ref(), 9, Step(5), within) else { continue };
+                let Told::Follow(choice, _) = Choice::follow(standing.as_ref(), Epoch(9), Step(5), within) else { continue };
                 if what == 5 && have.iter().any(|n| n == choice.source()) {
                     let of = |n: &str| names.iter().position(|m| m == n).map(|i| groups[rank][i]);
                     let same: Vec<String> =
                         have.iter().filter(|n| of(n) == of(choice.source())).cloned().collect();
-                    let settled = choice.settle(9, Step(5), &same);
+                    let settled = choice.settle(Epoch(9), Step(5), &same);
                     prop_assert!(settled.is_some());
                     standing = settled;
                     loaded[rank] = Some(same);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Epoch, Error, ErrorKind, Result};
 
 use crate::assignment::{QuorumResult, assign};
 use crate::member::Quorum;
@@ -18,7 +18,7 @@ pub enum Told {
 
 impl Told {
     /// The quorum's id and its number of members; `None` for a replica that is no member of it.
-    pub fn membership(&self, replica_id: &str) -> Option<(i64, u64)> {
+    pub fn membership(&self, replica_id: &str) -> Option<(Epoch, u64)> {
         match self {
             Self::Members(quorum) => quorum
                 .contains(replica_id)

@@ -545,6 +545,8 @@ fn in_order(pieces: &[Piece]) -> bool {
 mod tests {
     use std::sync::atomic::AtomicBool;
 
+    use ftcore::Epoch;
+
     use super::*;
     use crate::codec::Codec;
     use crate::codec::Rounding;
@@ -569,7 +571,7 @@ mod tests {
             place: Place {
                 rank: 0,
                 world: 3,
-                epoch: 1,
+                epoch: Epoch(1),
             },
             accuracy: Accuracy::Economic,
             contribute: true,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::state_dict::StateDict;
-use ftcore::{DType, ReduceOp, Result, Step, Tensor, Traffic};
+use ftcore::{DType, Epoch, ReduceOp, Result, Step, Tensor, Traffic};
 
 use crate::ManagedWork;
 
@@ -48,7 +48,7 @@ pub trait State {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Participation {
     /// The epoch (quorum id) of this configuration.
-    pub epoch: i64,
+    pub epoch: Epoch,
     /// The step that this quorum works on, after healing.
     pub step: Step,
     /// This replica's rank among the members.

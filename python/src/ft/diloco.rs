@@ -38,7 +38,7 @@ impl From<RoundReport> for Round {
     fn from(r: RoundReport) -> Self {
         Self {
             step: r.step.0,
-            epoch: r.epoch,
+            epoch: r.epoch.signed(),
             members: r.members,
             contributors: r.contributors,
             failed_attempts: r.failed_attempts,

@@ -177,7 +177,7 @@ pub(crate) struct Participation {
 impl From<manager::Participation> for Participation {
     fn from(p: manager::Participation) -> Self {
         Self {
-            epoch: p.epoch,
+            epoch: p.epoch.signed(),
             step: p.step.0,
             replica_rank: p.replica_rank,
             replica_world_size: p.replica_world_size,

@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ftcore::Epoch;
 use oxccl::checkpoint::StateDict;
 use oxccl::core::{GroupOptions, ReduceOp, Result, Tensor};
 use oxccl::manager::{Manager, ManagerConfig, Replica, State};
@@ -18,7 +19,7 @@ use crate::cluster::{TIME_LIMIT, soon};
 pub(crate) struct Commit {
     pub(crate) replica: usize,
     pub(crate) step: i64,
-    pub(crate) epoch: i64,
+    pub(crate) epoch: Epoch,
     pub(crate) sum: f32,
     pub(crate) at: Instant,
 }

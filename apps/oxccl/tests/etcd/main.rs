@@ -14,6 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ftcore::Epoch;
 use oxccl::coordination::{LighthouseClient, Member, Quorum};
 use oxccl::core::Step;
 use oxccl::core::{ErrorKind, Result};
@@ -36,7 +37,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn member(id: &str, step: i64, last: i64) -> Member {
+fn member(id: &str, step: i64, last: Epoch) -> Member {
     Member {
         replica_id: format!("{id}:1"),
         address: format!("http://127.0.0.1:{}", 7000 + id.len()),
@@ -86,13 +87,13 @@ fn the_record_outlives_every_lighthouse() {
     let mut all = lighthouses(&cluster, "outlives", 1);
     leading(&all);
     let url = all[0].url.clone();
-    let first = quorum(&url, vec![member("a", 0, 0), member("b", 0, 0)]);
+    let first = quorum(&url, vec![member("a", 0, Epoch(0)), member("b", 0, Epoch(0))]);
     all[0].restart();
     leading(&all);
     // A state that does not descend from the record is refused, which only the record can tell.
     let foreign = Member {
         lineage: "f".repeat(64),
-        ..member("c", 9, 0)
+        ..member("c", 9, Epoch(0))
     };
     let refused = ask(&url, vec![foreign]).remove(0).join().unwrap().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
@@ -109,18 +110,19 @@ fn a_leader_that_was_stopped_beyond_its_lease_delivers_nothing_and_writes_nothin
     let _alone = alone();
     let cluster = Cluster::start();
     let all = lighthouses(&cluster, "fenced", 2);
-    let mut epoch = 0;
+    let mut epoch = Epoch(0);
     // The same epoch would be delivered again without a write; a failure in a row makes a new one, which is saved first.
     for commit_failures in [0, 1] {
         let old = leading(&all);
         let (old, new) = (&all[old], &all[1 - old]);
-        let with = |epoch: i64| {
+        let with = |epoch: Epoch| {
             ["a", "b"].map(|id| Member {
                 commit_failures,
                 ..member(id, 0, epoch)
             })
         };
-        let joined = |url: &str, epoch: i64| quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]);
+        let joined =
+            |url: &str, epoch: Epoch| quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]);
         // A follower says who leads.
         let refused = ask(&new.url, vec![member("a", 0, epoch)])
             .remove(0)
@@ -172,7 +174,7 @@ fn a_leader_that_is_awake_and_was_replaced_delivers_nothing_and_writes_nothing()
     let cluster = Cluster::start();
     let all = lighthouses(&cluster, "replaced", 1);
     let url = &all[0].url;
-    let mut epoch = 0;
+    let mut epoch = Epoch(0);
     // As above. Its lease is alive, and it has not looked at the key yet: only the fence is left.
     for commit_failures in [0, 1] {
         leading(&all);
@@ -208,7 +210,7 @@ const CUT_RECORD: &str = "L294Y2NsL2N1dC9yZWNvcmQ=";
 fn a_leader_that_is_awake_and_cut_off_from_etcd_delivers_nothing_and_writes_nothing() {
     let _alone = alone();
     let cluster = Cluster::start();
-    let mut epoch = 0;
+    let mut epoch = Epoch(0);
     // As above. What it sends to etcd arrives when it has long been replaced.
     for commit_failures in [0, 1] {
         let link = Link::to(&cluster);
@@ -216,7 +218,8 @@ fn a_leader_that_is_awake_and_cut_off_from_etcd_delivers_nothing_and_writes_noth
         wait_until("it leads", || old.status().leads.then_some(()));
         let new = lighthouse_over(&cluster.addresses(), &cluster, "cut");
         wait_until("the other one follows", || new.status().leader);
-        let joined = |url: &str, epoch: i64| quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]);
+        let joined =
+            |url: &str, epoch: Epoch| quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]);
         let before = joined(&old.url, epoch).quorum_id;
         link.cut(true);
         let members = ["a", "b"].map(|id| Member {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use ftcore::Result;
+use ftcore::{Epoch, Result};
 
 use super::checked;
 use crate::p2p::Runs;
@@ -37,7 +37,7 @@ pub(crate) struct Outbox {
 
 impl Inbox {
     /// The next frame and the length of its payload, if all of it is there. [`take`](Self::take) takes it.
-    pub(crate) fn next(&mut self, epoch: u64) -> Result<Option<(Control, usize)>> {
+    pub(crate) fn next(&mut self, epoch: Epoch) -> Result<Option<(Control, usize)>> {
         if self.reader.available(Control::BYTES)? < Control::BYTES {
             return Ok(None);
         }

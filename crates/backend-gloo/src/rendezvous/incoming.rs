@@ -152,7 +152,7 @@ impl Rendezvous<'_> {
         if hello.nonce != self.card.nonce {
             return drop_it("it was meant for another listener");
         }
-        if hello.epoch != c.epoch.0 {
+        if hello.epoch != c.epoch {
             return drop_it("it is of another epoch");
         }
         if proved.is_some_and(|rank| rank != hello.rank) {

@@ -210,7 +210,7 @@ fn own_core() -> u8 {
 
 /// What the hello of a connection is for.
 fn topic(configuration: &Configuration, from: u32, to: u32) -> Topic {
-    Topic::new("gloo", configuration.epoch.0, from, to)
+    Topic::new("gloo", configuration.epoch, from, to)
 }
 
 fn key(configuration: &Configuration, rank: u32) -> String {
@@ -347,7 +347,7 @@ impl<'a> Rendezvous<'a> {
         error
             .with_op("configure")
             .with_rank(self.configuration.rank)
-            .with_epoch(self.configuration.epoch.0)
+            .with_epoch(self.configuration.epoch)
     }
 
     fn missing(&self) -> Vec<u32> {
@@ -449,7 +449,7 @@ impl<'a> Rendezvous<'a> {
             world: self.configuration.world_size,
             connections: self.settings.connections,
             links: self.settings.links.code(),
-            epoch: self.configuration.epoch.0,
+            epoch: self.configuration.epoch,
             constants: self.settings.constants,
             nonce,
             process: self.card.process,

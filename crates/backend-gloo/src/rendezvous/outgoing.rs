@@ -340,7 +340,7 @@ impl Rendezvous<'_> {
         let hello = Hello::decode(buffer)
             .ok_or_else(|| protocol("answered with something that is not this protocol".into()))?;
         self.compare(&hello, &address)?;
-        if hello.rank != rank || hello.purpose != purpose || hello.epoch != self.configuration.epoch.0 {
+        if hello.rank != rank || hello.purpose != purpose || hello.epoch != self.configuration.epoch {
             return Err(protocol(format!(
                 "answered as rank {} of epoch {}; expected rank {rank} of epoch {}",
                 hello.rank, hello.epoch, self.configuration.epoch

@@ -23,7 +23,7 @@ impl Rendezvous<'_> {
         let header = Control {
             kind: ControlKind::Ready,
             code: self.core,
-            epoch: self.configuration.epoch.0,
+            epoch: self.configuration.epoch,
             id: u64::from(self.lowest_neighbour()),
             a: u32::from(one_host),
             b: self.configuration.rank,
@@ -93,7 +93,7 @@ impl Rendezvous<'_> {
             let Some((header, rest)) = seen.split_first_chunk::<{ Control::BYTES }>() else {
                 continue; // the rest of the header is on its way
             };
-            let epoch = self.configuration.epoch.0;
+            let epoch = self.configuration.epoch;
             let header = Control::decode(header).filter(|h| h.epoch == epoch);
             let gave_up = |h: &Control| h.kind == ControlKind::Abort && h.id == GAVE_UP;
             if found.ready && !header.as_ref().is_some_and(gave_up) {
@@ -142,7 +142,7 @@ impl Rendezvous<'_> {
         let header = Control {
             kind: ControlKind::Abort,
             code: wire::code_of(error.kind()),
-            epoch: self.configuration.epoch.0,
+            epoch: self.configuration.epoch,
             id: GAVE_UP,
             a: error.context().peer.unwrap_or(u32::MAX),
             b: self.configuration.rank,
@@ -215,7 +215,7 @@ mod tests {
         let header = Control {
             kind,
             code: wire::code_of(ErrorKind::Timeout),
-            epoch: 1,
+            epoch: Epoch(1),
             id,
             a: u32::MAX,
             b: 1,

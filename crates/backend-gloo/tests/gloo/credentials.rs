@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use backend_gloo::GlooGroup;
 use ftcore::identity::hello::{Handshake, Reason, Refused, Topic};
 use ftcore::{
-    Credentials, DType, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Store, Tensor,
-    deadline_in,
+    Credentials, DType, Epoch, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Store,
+    Tensor, deadline_in,
 };
 
 use crate::ranks::{configuration, soon, store};
@@ -198,7 +198,7 @@ fn strangers_at_the_port_of_a_rank_with_credentials_change_nothing() {
         });
         // Rank 0 waits for rank 1. Strangers come first, who have read its card, too.
         let (address, nonce) = card(store.as_ref());
-        let ours = |from, to, epoch| Topic::new("gloo", epoch, from, to);
+        let ours = |from, to, epoch| Topic::new("gloo", Epoch(epoch), from, to);
 
         // Without a hello: they are told why, and no more.
         for strange in [greeting(1, nonce), b"GET / HTTP/1.1\r\n\r\n".to_vec()] {
@@ -222,7 +222,7 @@ fn strangers_at_the_port_of_a_rank_with_credentials_change_nothing() {
             ),
             (job(), ours(1, 0, 2), Reason::OtherTopic),
             (job(), ours(1, 7, 1), Reason::OtherTopic),
-            (job(), Topic::new("store", 1, 1, 0), Reason::OtherTopic),
+            (job(), Topic::new("store", Epoch(1), 1, 0), Reason::OtherTopic),
         ] {
             let mut stream = dial(address);
             let (_, done) = say_hello(&mut stream, &folder, topic);

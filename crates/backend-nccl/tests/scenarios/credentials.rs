@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ftcore::identity::hello::{Handshake, Reason, Refused, Topic};
-use ftcore::{Credentials, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
+use ftcore::{Credentials, Epoch, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
 
 use super::kit::*;
 use super::{Scenario, scenario};
@@ -264,9 +264,9 @@ fn strangers() -> Outcome {
         let told = all_of(plain)?;
         must(Refused::seen_without_credentials(&told).is_some(), "not told why")?;
         for (folder, topic, expected) in [
-            (&other, Topic::new("nccl", 1, 1, 0), Reason::WrongProof),
-            (ours, Topic::new("nccl", 2, 1, 0), Reason::OtherTopic),
-            (ours, Topic::new("gloo", 1, 1, 0), Reason::OtherTopic),
+            (&other, Topic::new("nccl", Epoch(1), 1, 0), Reason::WrongProof),
+            (ours, Topic::new("nccl", Epoch(2), 1, 0), Reason::OtherTopic),
+            (ours, Topic::new("gloo", Epoch(1), 1, 0), Reason::OtherTopic),
         ] {
             let mut stream = connect()?;
             let (_, end) = say_hello(&mut stream, folder, topic)?;
@@ -274,13 +274,13 @@ fn strangers() -> Outcome {
             must(all_of(stream)?.is_empty(), "heard more than a refusal")?;
         }
         let mut stream = connect()?;
-        let (recorded, _) = say_hello(&mut stream, ours, Topic::new("nccl", 1, 1, 0))?;
+        let (recorded, _) = say_hello(&mut stream, ours, Topic::new("nccl", Epoch(1), 1, 0))?;
         let mut replay = connect()?;
         replay.write_all(&recorded)?;
         replay.write_all(&greeting(&token))?;
         must(all_of(replay)?.len() <= 96, "a replay was answered")?;
         let mut as_another = connect()?;
-        say_hello(&mut as_another, ours, Topic::new("nccl", 1, 7, 0))?;
+        say_hello(&mut as_another, ours, Topic::new("nccl", Epoch(1), 7, 0))?;
         as_another.write_all(&greeting(&token))?;
         must(all_of(as_another)?.is_empty(), "another rank was answered")?;
         let mut half = Vec::new();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use backend_xccl::xpu::{XpuStream, device_for_replica};
 use checkpoint::{Snapshot, StateDict, StateTensor};
 use diloco::{Backup, Diloco, DilocoConfig, Parameters, SliceParameters, TensorParameters};
-use ftcore::{DType, Device, Result, Step, Store, Stream, Tensor};
+use ftcore::{DType, Device, Epoch, Result, Step, Store, Stream, Tensor};
 use manager::State;
 use training_rig::{ScriptedReplica, gloo, ranks};
 
@@ -146,7 +146,7 @@ pub(crate) fn snapshot(_: &Rank) -> Outcome {
         "params",
         StateTensor::new(DType::F32, vec![COUNT], host.bytes().to_vec())?,
     )?;
-    let snapshot = Snapshot::new(Step(1), 1, &state)?;
+    let snapshot = Snapshot::new(Step(1), Epoch(1), &state)?;
     let file = std::env::temp_dir().join(format!("oxccl-xpu-{}.safetensors", std::process::id()));
     checkpoint::save(&file, &state)?;
     let back = checkpoint::load(&file);

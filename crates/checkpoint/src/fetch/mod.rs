@@ -10,7 +10,7 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, Step, time_left};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step, time_left};
 use identity::{Party, Role, name_of};
 
 use crate::{SnapshotId, StateDict};
@@ -163,7 +163,7 @@ pub struct Fetch {
     /// The step.
     pub step: Step,
     /// The epoch in which the snapshot is taken; `None`: any.
-    pub epoch: Option<i64>,
+    pub epoch: Option<Epoch>,
     /// The history that led to it; `None`: any.
     pub lineage: Option<String>,
     /// An older state of the caller's: what did not change since is taken from there.
@@ -278,7 +278,7 @@ impl Fetch {
 
 /// Downloads the state of `step` from `sources` (the [`crate::HttpTransport::metadata`] of peers), see [`Fetch::run`]; returns
 /// the epoch in which it was taken, and the state.
-pub fn fetch(sources: &[String], step: Step, deadline: Instant) -> Result<(i64, StateDict)> {
+pub fn fetch(sources: &[String], step: Step, deadline: Instant) -> Result<(Epoch, StateDict)> {
     fetch_with(sources, step, deadline, &FetchOptions::default())
 }
 
@@ -288,7 +288,7 @@ pub fn fetch_with(
     step: Step,
     deadline: Instant,
     options: &FetchOptions,
-) -> Result<(i64, StateDict)> {
+) -> Result<(Epoch, StateDict)> {
     let sources = sources.iter().map(CheckpointSource::at).collect();
     let fetched = Fetch::step(step, sources).run(deadline, options)?;
     Ok((fetched.id.epoch, fetched.state))

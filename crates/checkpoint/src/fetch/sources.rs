@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blake3::{Hash, Hasher};
 use bytes::BytesMut;
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use hyper::{StatusCode, Uri};
 use identity::{Party, Role};
 use tokio::net::TcpStream;
@@ -41,7 +41,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub(super) struct Wanted {
     pub(super) step: Step,
-    pub(super) epoch: Option<i64>,
+    pub(super) epoch: Option<Epoch>,
     pub(super) lineage: Option<String>,
 }
 

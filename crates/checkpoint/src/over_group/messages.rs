@@ -1,6 +1,6 @@
 //! What receiver and source tell each other before the state itself: two messages of a fixed size, little-endian.
 
-use ftcore::{Error, ErrorKind, Result, Step, Tensor};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step, Tensor};
 
 use crate::SnapshotId;
 
@@ -12,13 +12,13 @@ const BYTES: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Named {
     step: Step,
-    epoch: i64,
+    epoch: Epoch,
     /// Zeros: any.
     lineage: [u8; 32],
 }
 
 impl Named {
-    pub(super) fn of(step: Step, epoch: i64, lineage: Option<&str>) -> Self {
+    pub(super) fn of(step: Step, epoch: Epoch, lineage: Option<&str>) -> Self {
         let lineage = lineage.map_or([0; 32], |l| *blake3::hash(l.as_bytes()).as_bytes());
         Self { step, epoch, lineage }
     }
@@ -89,12 +89,12 @@ pub(super) fn room() -> Tensor {
 }
 
 fn write(flag: u32, named: Option<Named>, length: u64) -> Tensor {
-    let named = named.unwrap_or_else(|| Named::of(Step(0), 0, None));
+    let named = named.unwrap_or_else(|| Named::of(Step(0), Epoch(0), None));
     let mut bytes = Vec::with_capacity(BYTES);
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&flag.to_le_bytes());
     bytes.extend_from_slice(&named.step.0.to_le_bytes());
-    bytes.extend_from_slice(&named.epoch.to_le_bytes());
+    bytes.extend_from_slice(&named.epoch.0.to_le_bytes());
     bytes.extend_from_slice(&named.lineage);
     bytes.extend_from_slice(&length.to_le_bytes());
     Tensor::from_vec(bytes)
@@ -114,7 +114,7 @@ fn read(tensor: &Tensor) -> Result<(u32, Named, u64)> {
             u32::from_le_bytes(take(&mut from)?),
             Named {
                 step: Step(i64::from_le_bytes(take(&mut from)?)),
-                epoch: i64::from_le_bytes(take(&mut from)?),
+                epoch: Epoch(u64::from_le_bytes(take(&mut from)?)),
                 lineage: take(&mut from)?,
             },
             u64::from_le_bytes(take(&mut from)?),
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_are_written_and_those_of_another_version_refused() {
-        let named = Named::of(Step(7), 3, Some("ab"));
+        let named = Named::of(Step(7), Epoch(3), Some("ab"));
         for ask in [Ask(Some(named)), Ask(None)] {
             assert_eq!(Ask::read(&ask.write()).unwrap(), ask);
         }
@@ -155,18 +155,21 @@ mod tests {
 
     #[test]
     fn a_state_is_taken_if_step_epoch_and_lineage_are_those_that_are_asked_for() {
-        let held = Named::of(Step(7), 3, Some("ab"));
-        assert!(Named::of(Step(7), 3, Some("ab")).takes(&held) && Named::of(Step(7), 3, None).takes(&held));
+        let held = Named::of(Step(7), Epoch(3), Some("ab"));
+        assert!(
+            Named::of(Step(7), Epoch(3), Some("ab")).takes(&held)
+                && Named::of(Step(7), Epoch(3), None).takes(&held)
+        );
         for (other, text) in [
             (
-                Named::of(Step(8), 3, None),
+                Named::of(Step(8), Epoch(3), None),
                 "holds step 7 of epoch 3, asked for 8 of epoch 3",
             ),
             (
-                Named::of(Step(7), 4, None),
+                Named::of(Step(7), Epoch(4), None),
                 "holds step 7 of epoch 3, asked for 7 of epoch 4",
             ),
-            (Named::of(Step(7), 3, Some("b")), "with another lineage"),
+            (Named::of(Step(7), Epoch(3), Some("b")), "with another lineage"),
         ] {
             assert!(!other.takes(&held));
             assert!(other.instead(&held).contains(text), "{}", other.instead(&held));

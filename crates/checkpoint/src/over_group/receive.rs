@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use ftcore::{
-    Collective, DType, Error, ErrorKind, ProcessGroup, ProcessGroupExt, Result, Status, Step, SubmitOptions,
-    Tensor, Work, deadline_in, time_left,
+    Collective, DType, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, Result, Status, Step,
+    SubmitOptions, Tensor, Work, deadline_in, time_left,
 };
 
 use super::messages::{Ask, Head, Named, room};
@@ -65,7 +65,7 @@ pub struct GroupFetch<'a> {
     /// The step.
     pub step: Step,
     /// The epoch in which the snapshot is taken.
-    pub epoch: i64,
+    pub epoch: Epoch,
     /// The history that led to it; `None`: any.
     pub lineage: Option<String>,
     /// Who decides which source is followed, if not their order.

@@ -71,7 +71,7 @@ fn state(own: f32) -> StateDict {
     state
 }
 
-fn id(epoch: i64) -> SnapshotId {
+fn id(epoch: Epoch) -> SnapshotId {
     SnapshotId {
         step: Step(5),
         epoch,
@@ -80,7 +80,7 @@ fn id(epoch: i64) -> SnapshotId {
 }
 
 fn snapshot(own: f32) -> Arc<Snapshot> {
-    Snapshot::of(id(9), state(own), 1 << 20).unwrap()
+    Snapshot::of(id(Epoch(9)), state(own), 1 << 20).unwrap()
 }
 
 fn fetch<'a>(group: &'a GlooGroup, sources: u32) -> GroupFetch<'a> {
@@ -92,7 +92,7 @@ fn fetch<'a>(group: &'a GlooGroup, sources: u32) -> GroupFetch<'a> {
         group,
         sources: (0..sources).map(source).collect(),
         step: Step(5),
-        epoch: 9,
+        epoch: Epoch(9),
         lineage: Some("ab".into()),
         choice: None,
         distrusted: Distrusted::default(),
@@ -125,7 +125,7 @@ fn a_state_comes_bit_for_bit_from_the_first_source_while_the_sources_are_in_a_co
             } else {
                 let fetched = run(&fetch(group, 2)).unwrap();
                 assert!(fetched.state == state(0.0), "{transport}");
-                assert_eq!((&fetched.id, &fetched.followed[..]), (&id(9), &[0][..]));
+                assert_eq!((&fetched.id, &fetched.followed[..]), (&id(Epoch(9)), &[0][..]));
                 assert!(fetched.received[0].1 > 2_800_000, "{:?}", fetched.received);
             }
             assert_eq!(reduce(group), 3.0);
@@ -150,18 +150,18 @@ fn a_source_that_holds_another_step_epoch_or_lineage_is_named_and_the_next_one_a
     let others = [
         SnapshotId {
             step: Step(4),
-            ..id(9)
+            ..id(Epoch(9))
         },
-        id(8),
+        id(Epoch(8)),
         SnapshotId {
             lineage: "cd".into(),
-            ..id(9)
+            ..id(Epoch(9))
         },
     ];
     for other in others {
         ranks("shm", 3, |rank, group, _| {
             if rank < 2 {
-                let held = if rank == 0 { other.clone() } else { id(9) };
+                let held = if rank == 0 { other.clone() } else { id(Epoch(9)) };
                 let snapshot = Snapshot::of(held, state(rank as f32), 1 << 20).unwrap();
                 serve(group, snapshot, vec![2]);
             } else {
@@ -223,12 +223,12 @@ fn wrong_bytes_are_named_with_source_and_chunk_and_the_next_fetch_asks_another_s
                 std::thread::yield_now();
             }
             configure(&**group, 10, store, (rank, 3));
-            let snapshot = || Snapshot::of(id(10), state(rank as f32), 1 << 20).unwrap();
+            let snapshot = || Snapshot::of(id(Epoch(10)), state(rank as f32), 1 << 20).unwrap();
             if rank < 2 {
                 serve(group, snapshot(), vec![2]);
             } else {
                 let mut fetch = fetch(group, 2);
-                (fetch.distrusted, fetch.epoch) = (distrusted.clone(), 10);
+                (fetch.distrusted, fetch.epoch) = (distrusted.clone(), Epoch(10));
                 assert!(run(&fetch).unwrap().state == state(1.0));
             }
             reduce(group);

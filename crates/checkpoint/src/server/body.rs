@@ -208,7 +208,7 @@ pub(crate) fn write_chunks(indices: impl Iterator<Item = usize>) -> String {
 mod tests {
     use super::*;
     use crate::StateDict;
-    use ftcore::Step;
+    use ftcore::{Epoch, Step};
 
     #[test]
     fn lists_of_chunks_are_read_as_they_are_written_and_bounded() {
@@ -238,7 +238,7 @@ mod tests {
     fn l29_an_answer_that_is_not_read_keeps_no_snapshot() {
         let mut state = StateDict::new();
         state.insert_f32("w", &[1 << 18], &[1.0; 1 << 18]).unwrap();
-        let snapshot = Snapshot::new(Step(5), 1, &state).unwrap();
+        let snapshot = Snapshot::new(Step(5), Epoch(1), &state).unwrap();
         let mut chunks = Chunks::of(&snapshot, vec![1]).unwrap();
         assert_eq!(chunks.left, 1 << 20);
         assert_eq!(chunks.next_piece().unwrap().unwrap().len(), PIECE_BYTES);

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
-use ftcore::{Step, accept_failure};
+use ftcore::{Epoch, Step, accept_failure};
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -331,7 +331,8 @@ fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(Asked, Part),
         Some(text) => Some(
             text.to_str()
                 .ok()
-                .and_then(|t| t.parse::<i64>().ok())
+                .and_then(|t| t.parse().ok())
+                .map(Epoch::of_signed)
                 .ok_or_else(|| format!("{EPOCH_HEADER} is not a number"))?,
         ),
         None => None,

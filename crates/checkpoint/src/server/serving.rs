@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blake3::Hash;
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 use tokio::sync::watch;
 
 use crate::{Snapshot, SnapshotId};
@@ -99,7 +99,7 @@ impl Part {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) step: Step,
-    pub(super) epoch: Option<i64>,
+    pub(super) epoch: Option<Epoch>,
     pub(super) lineage: Option<String>,
 }
 
@@ -112,7 +112,7 @@ impl Asked {
 
     /// The difference to what is served, in terms that the reader asked in.
     fn instead_of(&self, served: Option<&SnapshotId>) -> String {
-        let say = |step: Step, epoch: Option<i64>, lineage: Option<&str>| {
+        let say = |step: Step, epoch: Option<Epoch>, lineage: Option<&str>| {
             let epoch = epoch.map_or(String::new(), |e| format!(" of epoch {e}"));
             let lineage = lineage.map_or(String::new(), |l| format!(" with lineage '{l}'"));
             format!("{step}{epoch}{lineage}")
@@ -271,7 +271,7 @@ mod tests {
     use crate::StateDict;
 
     fn snapshot(step: i64) -> Arc<Snapshot> {
-        Snapshot::new(Step(step), 1, &StateDict::new()).unwrap()
+        Snapshot::new(Step(step), Epoch(1), &StateDict::new()).unwrap()
     }
 
     fn of(step: i64) -> Asked {
@@ -345,7 +345,7 @@ mod tests {
         let digest = old.manifest().digest();
         s.publish(Arc::clone(&old));
         let reader = pin(&s, 7);
-        let new = Snapshot::new(Step(7), 2, &StateDict::new()).unwrap();
+        let new = Snapshot::new(Step(7), Epoch(2), &StateDict::new()).unwrap();
         s.publish(Arc::clone(&new));
         assert_eq!(s.published_steps(), [7].map(Step));
         let Lookup::Found(found, _) = s.lookup(&of(7), Some(Some(digest))) else {
@@ -392,12 +392,12 @@ mod tests {
                 Lookup::Closed => "closed".into(),
             }
         };
-        publish(id(3, "a"));
+        publish(id(Epoch(3), "a"));
         let said = "serving step 7 of epoch 3 with lineage 'a', asked for 7 of epoch";
-        assert_eq!(ask(4, "a"), format!("wait: {said} 4 with lineage 'a'"));
-        assert_eq!(ask(2, "a"), format!("{said} 2 with lineage 'a'"));
-        assert_eq!(ask(3, "b"), format!("{said} 3 with lineage 'b'"));
-        publish(id(4, "a"));
-        assert_eq!(ask(4, "a"), "step 7 of epoch 4 with lineage a");
+        assert_eq!(ask(Epoch(4), "a"), format!("wait: {said} 4 with lineage 'a'"));
+        assert_eq!(ask(Epoch(2), "a"), format!("{said} 2 with lineage 'a'"));
+        assert_eq!(ask(Epoch(3), "b"), format!("{said} 3 with lineage 'b'"));
+        publish(id(Epoch(4), "a"));
+        assert_eq!(ask(Epoch(4), "a"), "step 7 of epoch 4 with lineage a");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Result, Step};
+use ftcore::{Epoch, ErrorKind, Result, Step};
 use oxccl_checkpoint::{
     CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, Reach, Snapshot, SourceChoice, StateDict,
 };
@@ -61,7 +61,7 @@ fn server() -> HttpTransport {
 }
 
 fn publish(server: &HttpTransport, own: f32) {
-    server.publish(Snapshot::new(Step(5), 9, &model(own)).unwrap());
+    server.publish(Snapshot::new(Step(5), Epoch(9), &model(own)).unwrap());
 }
 
 fn fetch(servers: &[&HttpTransport], choice: Arc<dyn SourceChoice>, stall: Duration) -> Result<Fetched> {

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, Step};
+use ftcore::{Credentials, Epoch, Error, ErrorKind, Result, Step};
 use identity::{Party, Role};
 use oxccl_checkpoint::{
     CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, StateDict, TransportOptions,
@@ -153,7 +153,7 @@ fn a_member_that_stops_reading_in_the_middle_loses_its_place_to_another() {
     let server = serving(&party(&own, "a"), options);
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(Step(6), 9, &large, 32 << 20).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(6), Epoch(9), &large, 32 << 20).unwrap());
     let path = server.metadata();
     let path = path.get(path.find("/ckpt").unwrap()..).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread()

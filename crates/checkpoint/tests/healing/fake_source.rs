@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 use oxccl_checkpoint::{Snapshot, StateDict};
 
 /// What a request is for.
@@ -231,5 +231,5 @@ pub(crate) fn state(kib: usize, seed: f32) -> StateDict {
 
 /// [`state`] as a snapshot of `step` in epoch 9, in chunks of 4 KiB.
 pub(crate) fn snapshot(step: i64, kib: usize, seed: f32) -> Arc<Snapshot> {
-    Snapshot::with_chunk_bytes(Step(step), 9, &state(kib, seed), 4096).unwrap()
+    Snapshot::with_chunk_bytes(Step(step), Epoch(9), &state(kib, seed), 4096).unwrap()
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict, fetch, fetch_with};
 
 use crate::fake_source::{Asked, FakeSource, Reply, honest, snapshot, state};
@@ -28,8 +28,8 @@ fn fails(source: &FakeSource, options: &FetchOptions) -> Error {
     e
 }
 
-fn good() -> (i64, StateDict) {
-    (9, state(64, 3.0))
+fn good() -> (Epoch, StateDict) {
+    (Epoch(9), state(64, 3.0))
 }
 
 /// A source whose chunk 3 has one bit flipped.
@@ -262,7 +262,7 @@ fn l03_a_manifest_of_another_step_is_refused() {
 fn a_manifest_that_fits_its_chunks_but_not_the_state_is_corrupt() {
     // All hashes are right; the bytes are not a state.
     let bytes = vec![7; 10_000];
-    let json = Manifest::of(Step(5), 9, &bytes, 4096).to_json().unwrap();
+    let json = Manifest::of(Step(5), Epoch(9), &bytes, 4096).to_json().unwrap();
     let source = FakeSource::start(&snapshot(5, 64, 3.0), move |asked, _| {
         Reply::Body(match asked {
             Asked::Manifest => json.clone(),

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Step};
+use ftcore::{Epoch, ErrorKind, Step};
 use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Kept, Snapshot};
 
 use crate::fake_source::state;
@@ -26,7 +26,7 @@ fn child_that_serves() {
         return;
     }
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &state(KIB, 3.0), 64 << 10).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), Epoch(9), &state(KIB, 3.0), 64 << 10).unwrap());
     println!("\nserving {}", server.metadata());
     std::io::stdout().flush().unwrap();
     let _ = std::io::stdin().read_to_end(&mut Vec::new());

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Result, Step};
+use ftcore::{Epoch, ErrorKind, Result, Step};
 use oxccl_checkpoint::{
     CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, SnapshotId,
     StateDict,
@@ -41,7 +41,7 @@ fn received(fetched: &Fetched) -> u64 {
 #[test]
 fn only_tensors_that_changed_are_fetched_when_there_is_an_older_state() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::new(Step(1_000_000), 9, &model(1_000_000, 5)).unwrap());
+    server.publish(Snapshot::new(Step(1_000_000), Epoch(9), &model(1_000_000, 5)).unwrap());
     let none = fetch_with(&server, 1_000_000, None).unwrap();
     let older = fetch_with(&server, 1_000_000, Some(model(7, 5))).unwrap();
     assert_eq!(none.state, model(1_000_000, 5));
@@ -56,7 +56,7 @@ fn tensors_that_came_and_went_around_the_frozen_ones_change_nothing() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
     let mut now = model(8, 3);
     now.insert_f32("aaa/new", &[77_777], &vec![1.5; 77_777]).unwrap();
-    server.publish(Snapshot::new(Step(8), 9, &now).unwrap());
+    server.publish(Snapshot::new(Step(8), Epoch(9), &now).unwrap());
     let mut own = model(7, 3);
     own.insert_f32("base/gone", &[5], &[0.0; 5]).unwrap();
     let fetched = fetch_with(&server, 8, Some(own)).unwrap();
@@ -67,7 +67,7 @@ fn tensors_that_came_and_went_around_the_frozen_ones_change_nothing() {
 #[test]
 fn a_needless_heal_fetches_the_header_only() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::new(Step(5), 9, &model(5, 2)).unwrap());
+    server.publish(Snapshot::new(Step(5), Epoch(9), &model(5, 2)).unwrap());
     let fetched = fetch_with(&server, 5, Some(model(5, 2))).unwrap();
     assert_eq!(fetched.state, model(5, 2));
     assert!(received(&fetched) < 4096, "{}", received(&fetched));
@@ -89,7 +89,7 @@ fn equal_and_half_equal_tensors_come_from_the_older_state_chunk_by_chunk() {
         s.insert_f32("empty", &[0], &[]).unwrap();
         s
     };
-    server.publish(Snapshot::new(Step(5), 9, &state(1.0)).unwrap());
+    server.publish(Snapshot::new(Step(5), Epoch(9), &state(1.0)).unwrap());
     let fetched = fetch_with(&server, 5, Some(state(2.0))).unwrap();
     assert_eq!(fetched.state, state(1.0));
     assert_eq!(fetched.reused_bytes, 11 * DEFAULT_CHUNK_BYTES);
@@ -99,14 +99,14 @@ fn equal_and_half_equal_tensors_come_from_the_older_state_chunk_by_chunk() {
 #[test]
 fn an_older_state_of_another_model_is_no_hindrance() {
     let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-    server.publish(Snapshot::new(Step(5), 9, &model(5, 2)).unwrap());
+    server.publish(Snapshot::new(Step(5), Epoch(9), &model(5, 2)).unwrap());
     for own in [StateDict::new(), state(64, 3.0)] {
         let fetched = fetch_with(&server, 5, Some(own)).unwrap();
         assert_eq!((fetched.state, fetched.reused_bytes), (model(5, 2), 0));
     }
 }
 
-fn wanted(source: CheckpointSource, epoch: i64, lineage: &str) -> Fetch {
+fn wanted(source: CheckpointSource, epoch: Epoch, lineage: &str) -> Fetch {
     let mut fetch = Fetch::step(Step(5), vec![source]);
     fetch.epoch = Some(epoch);
     fetch.lineage = Some(lineage.into());
@@ -118,7 +118,7 @@ fn a_snapshot_of_another_epoch_or_history_costs_one_small_answer() {
     // Serves epoch 9 without a lineage, whatever it is asked for.
     for (epoch, lineage) in [(10, ""), (8, ""), (9, "abc")] {
         let source = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
-        let fetch = wanted(CheckpointSource::at(source.url()), epoch, lineage);
+        let fetch = wanted(CheckpointSource::at(source.url()), Epoch(epoch), lineage);
         let e = fetch.run(long(), &FetchOptions::default()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
         assert!(
@@ -140,12 +140,12 @@ fn the_snapshot_of_an_earlier_attempt_is_waited_out_at_the_source_and_never_down
         };
         server.publish(Snapshot::of(id, state(64, seed), 4096).unwrap());
     };
-    publish(9, 2.0);
+    publish(Epoch(9), 2.0);
     let url = server.metadata();
     let source = CheckpointSource::at(url);
     // First its time runs out: what was waited for, and what was there instead.
     let soon = Instant::now() + Duration::from_secs(1);
-    let e = wanted(CheckpointSource::at(server.metadata()), 10, "ab")
+    let e = wanted(CheckpointSource::at(server.metadata()), Epoch(10), "ab")
         .run(soon, &FetchOptions::default())
         .unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
@@ -158,14 +158,15 @@ fn the_snapshot_of_an_earlier_attempt_is_waited_out_at_the_source_and_never_down
         assert!(text.contains(part), "{part} is not in: {text}");
     }
     // Another history will not come, and is not waited for.
-    let e = wanted(CheckpointSource::at(server.metadata()), 9, "cd")
+    let e = wanted(CheckpointSource::at(server.metadata()), Epoch(9), "cd")
         .run(long(), &FetchOptions::default())
         .unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NotFound, "{e}");
     assert!(e.to_string().contains("with lineage 'ab', asked for 5"), "{e}");
     // And then the right one comes.
-    let healing = std::thread::spawn(move || wanted(source, 10, "ab").run(long(), &FetchOptions::default()));
-    publish(10, 7.0);
+    let healing =
+        std::thread::spawn(move || wanted(source, Epoch(10), "ab").run(long(), &FetchOptions::default()));
+    publish(Epoch(10), 7.0);
     let fetched = healing.join().unwrap().unwrap();
-    assert_eq!((fetched.id.epoch, fetched.state), (10, state(64, 7.0)));
+    assert_eq!((fetched.id.epoch, fetched.state), (Epoch(10), state(64, 7.0)));
 }

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Step};
+use ftcore::{Epoch, ErrorKind, Step};
 use oxccl_checkpoint::{HttpTransport, Manifest, Snapshot, StateDict, TransportOptions, decode, fetch};
 
 use crate::fake_source::{snapshot, state};
@@ -98,12 +98,15 @@ fn a_state_arrives_whole_with_its_epoch_from_one_or_several_sources() {
         vec![a.metadata(), b.metadata()],
         vec![a.metadata(), a.metadata()],
     ] {
-        assert_eq!(fetch(&sources, Step(5), long()).unwrap(), (9, state(64, 3.0)));
+        assert_eq!(
+            fetch(&sources, Step(5), long()).unwrap(),
+            (Epoch(9), state(64, 3.0))
+        );
     }
-    a.publish(Snapshot::new(Step(6), -1, &StateDict::new()).unwrap());
+    a.publish(Snapshot::new(Step(6), Epoch(0), &StateDict::new()).unwrap());
     assert_eq!(
         fetch(&[a.metadata()], Step(6), long()).unwrap(),
-        (-1, StateDict::new())
+        (Epoch(0), StateDict::new())
     );
 }
 
@@ -115,14 +118,14 @@ fn fetching_works_from_inside_an_async_runtime() {
     let (epoch, _) = runtime
         .block_on(async { fetch(&[server.metadata()], Step(5), long()) })
         .unwrap();
-    assert_eq!(epoch, 9);
+    assert_eq!(epoch, Epoch(9));
 }
 
 #[test]
 fn l10_training_on_while_a_reader_downloads_does_not_change_what_it_receives() {
     let server = server();
     let mut live = state(64, 3.0);
-    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &live, 4096).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), Epoch(9), &live, 4096).unwrap());
     let mut reader = Reader::connect(&server);
     let manifest = reader.manifest(5);
     let mut bytes = Vec::new();
@@ -132,12 +135,15 @@ fn l10_training_on_while_a_reader_downloads_does_not_change_what_it_receives() {
             let n = live.get("b/own").unwrap().shape[0];
             live.insert_f32("a/same", &[n], &vec![-1.0; n]).unwrap();
             live.insert_f32("b/own", &[n], &vec![-2.0; n]).unwrap();
-            server.publish(Snapshot::with_chunk_bytes(Step(6), 9, &live, 4096).unwrap());
+            server.publish(Snapshot::with_chunk_bytes(Step(6), Epoch(9), &live, 4096).unwrap());
         }
         bytes.extend(reader.chunk(5, i));
     }
     assert_eq!(decode(&bytes).unwrap(), state(64, 3.0));
-    assert_eq!(fetch(&[server.metadata()], Step(6), long()).unwrap(), (9, live));
+    assert_eq!(
+        fetch(&[server.metadata()], Step(6), long()).unwrap(),
+        (Epoch(9), live)
+    );
 }
 
 #[test]
@@ -146,7 +152,7 @@ fn l29_readers_that_never_read_block_neither_publish_nor_retire_nor_other_reader
     // Larger than what sockets buffer.
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    let large = Snapshot::with_chunk_bytes(Step(0), 9, &large, 32 << 20).unwrap();
+    let large = Snapshot::with_chunk_bytes(Step(0), Epoch(9), &large, 32 << 20).unwrap();
     let freed = Arc::downgrade(&large);
     server.publish(large);
     let mut slow: Vec<Reader> = (0..4).map(|_| Reader::connect(&server)).collect();
@@ -223,7 +229,7 @@ fn a_request_for_a_step_to_come_waits_until_it_is_published() {
     let healing = std::thread::spawn(move || fetch(&[url], Step(5), long()));
     server.publish(snapshot(5, 4, 7.0));
     assert_eq!(reader.answer().0, 200);
-    assert_eq!(healing.join().unwrap().unwrap(), (9, state(4, 7.0)));
+    assert_eq!(healing.join().unwrap().unwrap(), (Epoch(9), state(4, 7.0)));
 }
 
 #[test]
@@ -294,7 +300,7 @@ fn l38_nothing_but_reading_is_served_and_only_under_the_prefix_of_this_incarnati
     assert_eq!(e.kind(), ErrorKind::Protocol);
     assert_eq!(
         fetch(&[server.metadata()], Step(5), long()).unwrap(),
-        (9, state(4, 3.0))
+        (Epoch(9), state(4, 3.0))
     );
 }
 
@@ -331,7 +337,7 @@ fn random_bytes_and_oversized_requests_do_not_disturb_the_server() {
     }
     assert_eq!(
         fetch(&[server.metadata()], Step(5), long()).unwrap(),
-        (9, state(4, 3.0))
+        (Epoch(9), state(4, 3.0))
     );
 }
 
@@ -356,7 +362,7 @@ fn silent_connections_lose_their_place_to_those_that_ask() {
     let silent: Vec<Reader> = (0..6).map(|_| Reader::connect(&server)).collect();
     assert_eq!(
         fetch(&[server.metadata()], Step(5), long()).unwrap(),
-        (9, state(4, 3.0))
+        (Epoch(9), state(4, 3.0))
     );
     drop(silent);
 }
@@ -376,7 +382,7 @@ fn a_thousand_silent_connections_make_room_for_one_that_asks_long_before_their_t
         .collect();
     assert_eq!(
         fetch(&[server.metadata()], Step(5), long()).unwrap(),
-        (9, state(4, 3.0))
+        (Epoch(9), state(4, 3.0))
     );
     // Who came first has made room.
     assert_eq!(silent[0].stream.read(&mut [0]).unwrap_or(0), 0);
@@ -424,14 +430,14 @@ fn a_reader_that_stops_reading_loses_its_place() {
     });
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &large, 32 << 20).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), Epoch(9), &large, 32 << 20).unwrap());
     server.publish(snapshot(6, 4, 3.0));
     let mut slow = Reader::connect(&server);
     slow.ask("/5/chunk/1", "");
     slow.stream.read_exact(&mut [0]).unwrap();
     assert_eq!(
         fetch(&[server.metadata()], Step(6), long()).unwrap(),
-        (9, state(4, 3.0))
+        (Epoch(9), state(4, 3.0))
     );
 }
 
@@ -474,7 +480,7 @@ fn a_shutdown_ends_at_its_deadline_and_counts_the_readers_cut_off() {
     let server = tight(|_| {});
     let mut large = StateDict::new();
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
-    server.publish(Snapshot::with_chunk_bytes(Step(5), 9, &large, 32 << 20).unwrap());
+    server.publish(Snapshot::with_chunk_bytes(Step(5), Epoch(9), &large, 32 << 20).unwrap());
     let mut slow = Reader::connect(&server);
     slow.ask("/5/chunk/1", "");
     slow.stream.read_exact(&mut [0]).unwrap();

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Step};
+use ftcore::{Credentials, Epoch, Step};
 use http2::{Connection, Heard};
 use identity::{Party, Role};
 use protocol::Lineage;
@@ -420,7 +420,7 @@ impl Replica {
             let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
             self.lineage = self
                 .lineage
-                .after(number(self.last), Step(number(self.step as u64)));
+                .after(Epoch(self.last), Step(number(self.step as u64)));
             // A whole list that comes later is not looked through: the next one is asked for without a name, and is.
             self.list = if whole { reply.list } else { 0 };
         }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use identity::{Party, Role, name_of};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
@@ -39,7 +39,7 @@ pub struct QuorumRequest {
     /// Names the history of its state; empty if not told.
     pub lineage: String,
     /// The quorum that the rank's group is configured for; 0 if none.
-    pub last_quorum_id: i64,
+    pub last_quorum_id: Epoch,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
     /// How many batches led to its state, over all replicas that contributed.
@@ -60,7 +60,7 @@ pub struct CommitVote {
     /// The step voted on.
     pub step: Step,
     /// The epoch in which it was computed.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// Counts the tries at this step and epoch, alike on all ranks.
     pub attempt: i64,
     /// True: this rank finished everything.
@@ -75,7 +75,7 @@ pub enum PushEvent {
     /// answer that names the epoch, and for older epochs.
     AbortEpoch {
         /// Which epoch.
-        quorum_id: i64,
+        quorum_id: Epoch,
         /// Why.
         reason: String,
         /// Replica ids that are gone; empty after a mere report.
@@ -228,7 +228,7 @@ impl ManagerClient {
             init_sync: request.init_sync,
             commit_failures: request.commit_failures,
             lineage: request.lineage.clone(),
-            last_quorum_id: request.last_quorum_id,
+            last_quorum_id: request.last_quorum_id.signed(),
             healed: request.healed,
             question: request.question,
             batches_committed: request.batches_committed,
@@ -287,7 +287,7 @@ impl ManagerClient {
             should_commit: vote.vote,
             group_rank: i64::from(vote.group_rank),
             step: vote.step.0,
-            quorum_id: vote.quorum_id,
+            quorum_id: vote.quorum_id.signed(),
             attempt: vote.attempt,
             gives_up,
             counts: self
@@ -327,7 +327,7 @@ impl ManagerClient {
     }
 
     /// Tells the lighthouse, over the manager server, that the epoch failed: all its members are told to abort it.
-    pub fn report(&self, quorum_id: i64, reason: &str, deadline: Instant) -> Result<()> {
+    pub fn report(&self, quorum_id: Epoch, reason: &str, deadline: Instant) -> Result<()> {
         self.report_suspects(quorum_id, reason, &[], deadline)
     }
 
@@ -335,7 +335,7 @@ impl ManagerClient {
     /// removed.
     pub fn report_suspects(
         &self,
-        quorum_id: i64,
+        quorum_id: Epoch,
         reason: &str,
         suspects: &[String],
         deadline: Instant,
@@ -343,7 +343,7 @@ impl ManagerClient {
         let (mut client, url) = (self.ours(), self.connection.url.clone());
         let message = oxccl::ManagerReportRequest {
             group_rank: self.rank.load(Ordering::Relaxed),
-            quorum_id,
+            quorum_id: quorum_id.signed(),
             reason: reason.to_string(),
             suspects: suspects.to_vec(),
         };
@@ -459,7 +459,7 @@ async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank:
                 while let Ok(Some(event)) = events.message().await {
                     let event = match event.event {
                         Some(oxccl::manager_event::Event::AbortEpoch(a)) => PushEvent::AbortEpoch {
-                            quorum_id: a.quorum_id,
+                            quorum_id: Epoch::of_signed(a.quorum_id),
                             reason: a.reason,
                             departed: a.departed,
                         },

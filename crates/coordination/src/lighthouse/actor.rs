@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Epoch, Error, ErrorKind, Result};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
@@ -55,7 +55,7 @@ pub(crate) enum Message {
     Attach {
         replica_id: String,
         stream: u64,
-        last_quorum_id: i64,
+        last_quorum_id: Epoch,
         reply: oneshot::Sender<Result<Pushed>>,
     },
     /// An operator wants something of a replica.
@@ -173,9 +173,9 @@ struct Actor {
     /// Why this lighthouse may answer no more.
     over: Option<Error>,
     /// The epoch that was delivered last.
-    delivered: i64,
+    delivered: Epoch,
     /// The newest epoch that was not, because it could not be recorded.
-    put_off: Option<i64>,
+    put_off: Option<Epoch>,
     /// By ticket: what the caller holds and wants, and the way to it.
     calls: HashMap<Ticket, (Caller, oneshot::Sender<Result<Reply>>)>,
     shelf: Shelf,
@@ -212,7 +212,7 @@ pub(crate) fn start(
         state,
         journal,
         over: None,
-        delivered: 0,
+        delivered: Epoch(0),
         put_off: None,
         calls: HashMap::new(),
         shelf: Shelf::default(),
@@ -460,7 +460,7 @@ impl Actor {
                 Action::Push { event, .. } if self.put_off == Some(event.quorum_id) => {}
                 Action::Push { to, event } => {
                     tracing::info!(
-                        epoch = event.quorum_id,
+                        epoch = %event.quorum_id,
                         reason = event.reason,
                         told = to.len(),
                         "epoch aborted"
@@ -512,7 +512,7 @@ impl Actor {
             self.watched.ring();
             (self.delivered, self.put_off) = (quorum.quorum_id, None);
             tracing::info!(
-                epoch = quorum.quorum_id,
+                epoch = %quorum.quorum_id,
                 size = quorum.participants.len(),
                 members = named(quorum),
                 "quorum"

@@ -167,11 +167,11 @@ mod tests {
     use protocol::quorum::Eviction;
 
     use super::*;
-    use ftcore::Step;
+    use ftcore::{Epoch, Step};
 
     fn record() -> Record {
         Record {
-            quorum_id: 41,
+            quorum_id: Epoch(41),
             step: Step(7),
             lineage: Some("ab".into()),
             members: vec!["a:1".into(), "b:1".into()],
@@ -213,7 +213,7 @@ mod tests {
         let path = dir.path().join("state");
         std::fs::write(&path, "{\"quorum_id\":41,\"members\":[\"a:1\"]}").unwrap();
         let expected = Record {
-            quorum_id: 41,
+            quorum_id: Epoch(41),
             members: vec!["a:1".into()],
             ..Record::default()
         };

@@ -212,7 +212,7 @@ impl Replies {
             let make = || {
                 Reply::of(&torchft::LighthouseQuorumResponse {
                     unchanged: Some(torchft::Unchanged {
-                        quorum_id: self.quorum.quorum_id,
+                        quorum_id: self.quorum.quorum_id.signed(),
                         progress: Some(progress.clone().into()),
                     }),
                     list: self.list,
@@ -247,6 +247,7 @@ mod tests {
 
     use super::*;
     use crate::unchanged::Held;
+    use ftcore::Epoch;
 
     impl Shelf {
         /// All quorums count as large.
@@ -281,7 +282,7 @@ mod tests {
             data: text("data", own & 16),
             commit_failures: i64::from(same & 3),
             lineage: text("lineage", same),
-            last_quorum_id: i64::from(same >> 4),
+            last_quorum_id: Epoch(u64::from(same >> 4)),
             last_world_size: u64::from(same >> 5),
             incarnation: text("incarnation", own & 32),
             healed: own & 64 != 0,
@@ -357,10 +358,10 @@ mod tests {
             let mut holders = [Held::default(), Held::default(), Held::default()];
             let mut id = 1;
             for ((another, members), lost) in quorums.into_iter().zip(lost) {
-                id += i64::from(another);
+                id += u64::from(another);
                 let participants: Vec<Member> = members.into_iter().enumerate().map(|(i, (same, own))| member(i, same, own)).collect();
                 let spares = (id % 3 == 0).then(|| member(9, 1, 0)).into_iter().collect();
-                let quorum = Arc::new(Quorum { quorum_id: id, participants, spares, fetching: (id % 2).unsigned_abs() });
+                let quorum = Arc::new(Quorum { quorum_id: Epoch(id), participants, spares, fetching: id % 2 });
                 let mut replies = shelf.replies(&quorum, SystemTime::now());
                 let full = received(&replies.to(0, Caller::default()).unwrap());
                 prop_assert_eq!(&Quorum::from(full.quorum.unwrap()), &*quorum);
@@ -386,13 +387,13 @@ mod tests {
         let participants = (0..n)
             .map(|i| Member {
                 step,
-                last_quorum_id: 7,
+                last_quorum_id: Epoch(7),
                 lineage: format!("{:064x}", step.0),
                 ..member(i, 1, 0)
             })
             .collect();
         Arc::new(Quorum {
-            quorum_id: 7,
+            quorum_id: Epoch(7),
             participants,
             ..Quorum::default()
         })

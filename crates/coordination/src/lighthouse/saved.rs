@@ -1,6 +1,6 @@
 //! The record as text: what stands in the state file and in etcd.
 
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use protocol::quorum::{Eviction, Record};
 use serde::{Deserialize, Serialize};
 
@@ -34,7 +34,7 @@ struct SavedEviction {
 /// The text for `record`; `place` names where it is to stand, for the error.
 pub(crate) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
     let saved = Saved {
-        quorum_id: record.quorum_id,
+        quorum_id: record.quorum_id.signed(),
         members: record.members.clone(),
         step: record.step.0,
         lineage: record.lineage.clone(),
@@ -66,7 +66,7 @@ pub(crate) fn decode(text: &[u8], place: &str) -> Result<Record> {
         )));
     }
     Ok(Record {
-        quorum_id: saved.quorum_id,
+        quorum_id: Epoch::of_signed(saved.quorum_id),
         step: Step(saved.step),
         lineage: saved.lineage,
         members: saved.members,

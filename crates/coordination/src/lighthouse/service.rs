@@ -10,7 +10,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Bytes;
 use axum::http::{self, request::Parts};
-use ftcore::Error;
+use ftcore::{Epoch, Error};
 use tokio::sync::oneshot;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::WatchStream;
@@ -316,7 +316,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         lighthouse.send(Message::Attach {
             replica_id,
             stream,
-            last_quorum_id,
+            last_quorum_id: Epoch::of_signed(last_quorum_id),
             reply,
         });
         let events = match answer.await {
@@ -369,7 +369,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         tracing::debug!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
         let event = Event::Report {
             replica_id,
-            quorum_id,
+            quorum_id: Epoch::of_signed(quorum_id),
             reason,
         };
         let told = self.answering()?.tell(event).await;

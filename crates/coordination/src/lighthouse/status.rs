@@ -183,7 +183,7 @@ impl From<Moment> for TimelineEvent {
                 joined,
                 without,
             } => {
-                (event.quorum_id, event.step, event.size) = (Some(quorum_id), Some(step.0), size);
+                (event.quorum_id, event.step, event.size) = (Some(quorum_id.signed()), Some(step.0), size);
                 let told = |listed: Listed| (listed.first, listed.count);
                 (event.joined, event.joined_count) = told(joined);
                 (event.without, event.without_count) = told(without);
@@ -213,7 +213,7 @@ impl From<Moment> for TimelineEvent {
                 "refused"
             }
             Happening::Aborted { quorum_id, reason } => {
-                (event.quorum_id, event.reason) = (Some(quorum_id), reason);
+                (event.quorum_id, event.reason) = (Some(quorum_id.signed()), reason);
                 "aborted"
             }
         };
@@ -246,7 +246,7 @@ impl From<Status> for LighthouseStatus {
         };
         let ms = |d: std::time::Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
         Self {
-            quorum_id: s.quorum_id,
+            quorum_id: s.quorum_id.signed(),
             participants: s
                 .participants
                 .into_iter()

@@ -238,7 +238,7 @@ impl Actor {
                 }
                 ReplicaAction::Push(event) => {
                     tracing::info!(
-                        epoch = event.quorum_id,
+                        epoch = %event.quorum_id,
                         reason = event.reason,
                         "the epoch is over"
                     );

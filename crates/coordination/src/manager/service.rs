@@ -7,7 +7,7 @@ use axum::Router;
 use axum::http::header;
 use axum::response::IntoResponse;
 use axum::routing::get;
-use ftcore::{Error, Step};
+use ftcore::{Epoch, Error, Step};
 use identity::name_of;
 use tokio::sync::oneshot;
 use tonic::service::Routes;
@@ -111,7 +111,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 init_sync: r.init_sync,
                 commit_failures: r.commit_failures,
                 lineage: r.lineage,
-                last_quorum_id: r.last_quorum_id,
+                last_quorum_id: Epoch::of_signed(r.last_quorum_id),
                 healed: r.healed,
                 question: r.question,
                 batches_committed: r.batches_committed,
@@ -174,7 +174,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
             self.counts.tell(rank, self.world_size, counts.into());
         }
         let key = VoteKey {
-            quorum_id: r.quorum_id,
+            quorum_id: Epoch::of_signed(r.quorum_id),
             step: Step(r.step),
             attempt: r.attempt,
         };
@@ -280,7 +280,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         count(&self.counts.reports);
         self.tell(ReplicaEvent::Reported {
             rank,
-            quorum_id: r.quorum_id,
+            quorum_id: Epoch::of_signed(r.quorum_id),
             reason: cut(&r.reason).to_string(),
         });
         let deadline = timeout
@@ -293,7 +293,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
             .map(|s| cut(&s).to_string())
             .collect();
         self.uplink
-            .report(r.quorum_id, reason, suspects, deadline)
+            .report(Epoch::of_signed(r.quorum_id), reason, suspects, deadline)
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(oxccl::ReportResponse {}))

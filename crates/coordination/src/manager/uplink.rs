@@ -4,11 +4,11 @@
 //! The channel reconnects by itself; the stream is opened again with growing pauses. Of several lighthouses the leading one is looked for. A
 //! lighthouse that knows only torchft's services serves for everything but the pushes.
 
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Epoch, Error, ErrorKind, Result};
 use tokio::sync::watch;
 use tonic::Code;
 use tonic::Request;
@@ -57,7 +57,7 @@ struct Inner {
     heartbeat_interval: Duration,
     retries: u32,
     /// The quorum that the replica was last given; 0 if none.
-    last_quorum_id: AtomicI64,
+    last_quorum_id: AtomicU64,
     phase: watch::Sender<Phase>,
     last_world_size: AtomicU64,
     /// Whether the stream to the lighthouse is open.
@@ -82,7 +82,7 @@ impl Uplink {
                 own,
                 heartbeat_interval,
                 retries,
-                last_quorum_id: AtomicI64::new(0),
+                last_quorum_id: AtomicU64::new(0),
                 phase: watch::channel(Phase::Quiet).0,
                 last_world_size: AtomicU64::new(0),
                 attached: watch::channel(false).0,
@@ -97,8 +97,8 @@ impl Uplink {
     }
 
     /// The quorum that the replica was last given, and its number of members.
-    pub(crate) fn set_last_quorum(&self, id: i64, world_size: u64) {
-        self.inner.last_quorum_id.store(id, Ordering::Relaxed);
+    pub(crate) fn set_last_quorum(&self, id: Epoch, world_size: u64) {
+        self.inner.last_quorum_id.store(id.0, Ordering::Relaxed);
         self.inner.last_world_size.store(world_size, Ordering::Relaxed);
     }
 
@@ -109,8 +109,8 @@ impl Uplink {
             .send_if_modified(|o| std::mem::replace(o, out) != out);
     }
 
-    fn last_quorum(&self) -> i64 {
-        self.inner.last_quorum_id.load(Ordering::Relaxed)
+    fn last_quorum(&self) -> Epoch {
+        Epoch(self.inner.last_quorum_id.load(Ordering::Relaxed))
     }
 
     /// Whether the stream to the lighthouse is open.
@@ -161,7 +161,7 @@ impl Uplink {
             shrink_only: request.shrink_only,
             commit_failures: request.commit_failures,
             lineage: request.lineage,
-            last_quorum_id: request.last_quorum_id.max(0),
+            last_quorum_id: request.last_quorum_id.max(Epoch(0)),
             last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
             batches_committed: request.batches_committed,
@@ -232,14 +232,14 @@ impl Uplink {
     /// Tells the lighthouse that the epoch failed here. A lighthouse without that service is not an error.
     pub(crate) async fn report(
         &self,
-        quorum_id: i64,
+        quorum_id: Epoch,
         reason: String,
         suspects: Vec<String>,
         deadline: Instant,
     ) -> Result<()> {
         let message = oxccl::ReportRequest {
             replica_id: self.replica_id().to_string(),
-            quorum_id,
+            quorum_id: quorum_id.signed(),
             reason,
             suspects,
         };
@@ -381,7 +381,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
         let request = oxccl::AttachRequest {
             replica_id: uplink.replica_id().to_string(),
             address: inner.own.address.clone(),
-            last_quorum_id: uplink.last_quorum(),
+            last_quorum_id: uplink.last_quorum().signed(),
         };
         let lighthouse = match inner.lighthouses.current() {
             Ok(lighthouse) => lighthouse,

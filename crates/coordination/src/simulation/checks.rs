@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 use protocol::QuorumResult;
 use protocol::rank::Rank;
 
@@ -11,9 +11,9 @@ pub(super) struct Checks {
     /// By group rank, step and history: the value of the state.
     values: BTreeMap<(u32, Step, String), u64>,
     /// The members of each epoch.
-    epochs: BTreeMap<i64, Vec<String>>,
+    epochs: BTreeMap<Epoch, Vec<String>>,
     /// By epoch and step: what the ranks of a replica decided.
-    decisions: BTreeMap<(String, i64, Step, i64), bool>,
+    decisions: BTreeMap<(String, Epoch, Step, i64), bool>,
 }
 
 impl Checks {
@@ -71,7 +71,7 @@ impl Checks {
     pub(super) fn decided(
         &mut self,
         replica: &str,
-        (epoch, step, attempt): (i64, Step, i64),
+        (epoch, step, attempt): (Epoch, Step, i64),
         commit: bool,
     ) -> Result<(), String> {
         let key = (replica.to_string(), epoch, step, attempt);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use protocol::Lineage;
 use tokio::sync::Notify;
 
@@ -18,7 +18,7 @@ const LOOK: Duration = Duration::from_millis(200);
 /// A rank's place in the group of its epoch.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
-    pub(super) epoch: i64,
+    pub(super) epoch: Epoch,
     pub(super) group_rank: u32,
     pub(super) rank: u32,
     pub(super) world: u32,
@@ -37,7 +37,7 @@ pub(super) struct Share {
 /// What others may heal from.
 #[derive(Debug, Clone)]
 pub(super) struct Offer {
-    pub(super) epoch: i64,
+    pub(super) epoch: Epoch,
     pub(super) step: Step,
     pub(super) value: u64,
     pub(super) lineage: Lineage,
@@ -54,7 +54,7 @@ struct Group {
 
 #[derive(Debug)]
 struct State {
-    groups: BTreeMap<(i64, u32), Group>,
+    groups: BTreeMap<(Epoch, u32), Group>,
     /// By replica and group rank.
     offers: BTreeMap<(String, u32), Vec<Offer>>,
     random: Random,
@@ -185,7 +185,7 @@ impl Groups {
     }
 
     /// A member gives its group up, or all groups of a host that ended.
-    pub(super) fn leave(&self, host: &str, epoch: Option<i64>, why: &str) {
+    pub(super) fn leave(&self, host: &str, epoch: Option<Epoch>, why: &str) {
         for ((of, _), group) in &mut self.state().groups {
             if epoch.is_none_or(|e| e == *of) && group.members.values().any(|member| member == host) {
                 group.broken.get_or_insert_with(|| format!("{host}: {why}"));
@@ -215,7 +215,7 @@ impl Groups {
         host: &str,
         sources: &[String],
         group_rank: u32,
-        (epoch, step): (i64, Step),
+        (epoch, step): (Epoch, Step),
         deadline: Instant,
     ) -> Result<Offer> {
         self.until("the transfer", deadline, |state| {

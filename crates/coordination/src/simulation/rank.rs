@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Epoch, Error, ErrorKind, Result};
 use protocol::QuorumResult;
 use protocol::gather::RankRequest;
 use protocol::rank::{Next, Rank, RankRules};
@@ -45,9 +45,9 @@ struct Training {
     rank: Rank,
     value: u64,
     stamp: Arc<AtomicU64>,
-    aborted: watch::Receiver<Option<(i64, String)>>,
+    aborted: watch::Receiver<Option<(Epoch, String)>>,
     /// The epoch of its group, and why that cannot be used.
-    group: Option<i64>,
+    group: Option<Epoch>,
     broken: Option<String>,
 }
 
@@ -124,7 +124,7 @@ impl Training {
     }
 
     /// Ready once an epoch that is not older than this is aborted.
-    async fn over(aborted: &mut watch::Receiver<Option<(i64, String)>>, epoch: i64) -> Error {
+    async fn over(aborted: &mut watch::Receiver<Option<(Epoch, String)>>, epoch: Epoch) -> Error {
         let told = aborted
             .wait_for(|a| a.as_ref().is_some_and(|(e, _)| *e >= epoch))
             .await;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, Step};
+use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use oxccl_coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus, ManagerClient, ManagerServer,
     ManagerServerConfig, Member, PushEvent, QuorumRequest, QuorumResult, WatchGuard,
@@ -45,7 +45,7 @@ pub(crate) struct Replica {
     pub(crate) client: ManagerClient,
     pub(crate) events: Receiver<PushEvent>,
     pub(crate) watch: WatchGuard,
-    pub(crate) last: i64,
+    pub(crate) last: Epoch,
 }
 
 /// Where the replica's store would be.
@@ -85,7 +85,7 @@ impl Replica {
             client,
             events,
             watch,
-            last: 0,
+            last: Epoch(0),
         }
     }
 
@@ -99,7 +99,7 @@ impl Replica {
     }
 
     /// The next abort of `epoch`.
-    pub(crate) fn abort_of(&self, epoch: i64) -> (String, Vec<String>) {
+    pub(crate) fn abort_of(&self, epoch: Epoch) -> (String, Vec<String>) {
         loop {
             match self.events.recv_timeout(TIME_LIMIT).expect("no abort came") {
                 PushEvent::AbortEpoch {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::machine::Channel;
 use crate::flight_recorder::Summary;
-use crate::{Collective, Configuration, DType, Error, ErrorKind, OpKind};
+use crate::{Collective, Configuration, DType, Epoch, Error, ErrorKind, OpKind};
 
 /// How long the other ranks of a monitored barrier wait for what rank 0 says: only it knows who is missing.
 const RANK_0_FIRST: Duration = Duration::from_secs(1);
@@ -17,7 +17,7 @@ pub struct Place {
     /// The number of ranks.
     pub world: u32,
     /// The epoch.
-    pub epoch: u64,
+    pub epoch: Epoch,
 }
 
 impl Place {
@@ -26,7 +26,7 @@ impl Place {
         Self {
             rank: configuration.rank,
             world: configuration.world_size,
-            epoch: configuration.epoch.0,
+            epoch: configuration.epoch,
         }
     }
 

@@ -599,7 +599,7 @@ impl<D: Driver> Engine<D> {
             Outgoing::Fail(completer, error, tensors) => completer.fail(error, tensors),
             Outgoing::Return(completer, error, job) => completer.fail(error, job()),
             Outgoing::Interrupt(failure) => {
-                tracing::debug!(error = %failure, rank = self.place.rank, epoch = self.place.epoch, "the group failed");
+                tracing::debug!(error = %failure, rank = self.place.rank, epoch = %self.place.epoch, "the group failed");
                 if let Some(engine) = self.me.upgrade() {
                     self.driver.interrupt(&failure, Ended::new(engine));
                 }

@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use super::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Ticket};
 use crate::{
-    Collective, Completion, DType, Error, Event, Result, Status, Tensor, Work, deadline_in, leaked_bytes,
-    lifecycle,
+    Collective, Completion, DType, Epoch, Error, Event, Result, Status, Tensor, Work, deadline_in,
+    leaked_bytes, lifecycle,
 };
 
 const LONG: Duration = Duration::from_secs(60);
 const PLACE: Place = Place {
     rank: 0,
     world: 2,
-    epoch: 1,
+    epoch: Epoch(1),
 };
 
 impl Job for Collective {

@@ -255,7 +255,7 @@ fn engine(depth: usize) -> (Arc<Engine<Keeps>>, Receiver<Ticket<Keeps>>) {
     let place = Place {
         rank: 1,
         world: 4,
-        epoch: 7,
+        epoch: Epoch(7),
     };
     let rules = Rules {
         depth,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::Credentials;
 use super::records::{self, NotAuthentic, Opener, Sealer};
-use crate::{Error, Result};
+use crate::{Epoch, Error, Result};
 
 /// In the place of a rank that has no number, as the clients of a store.
 pub const NO_RANK: u32 = u32::MAX;
@@ -53,7 +53,7 @@ pub struct Topic {
     purpose: [u8; 15],
     /// What follows the hello is encrypted: set by the handshake.
     encrypted: bool,
-    epoch: u64,
+    epoch: Epoch,
     from: u32,
     to: u32,
 }
@@ -61,7 +61,7 @@ pub struct Topic {
 impl Topic {
     /// `purpose` names the service, in at most 15 bytes (more are cut). `from` is the caller's rank and `to` the listener's; [`NO_RANK`] where
     /// there is none. A listener need not know `from`: it learns it.
-    pub fn new(purpose: &str, epoch: u64, from: u32, to: u32) -> Self {
+    pub fn new(purpose: &str, epoch: Epoch, from: u32, to: u32) -> Self {
         let mut name = [0; 15];
         name.iter_mut()
             .zip(purpose.bytes())
@@ -85,7 +85,7 @@ impl Topic {
         let mut put = Put(&mut out);
         put.bytes(&self.purpose);
         put.bytes(&[u8::from(self.encrypted)]);
-        put.bytes(&self.epoch.to_le_bytes());
+        put.bytes(&self.epoch.0.to_le_bytes());
         put.bytes(&self.from.to_le_bytes());
         put.bytes(&self.to.to_le_bytes());
         out
@@ -96,7 +96,7 @@ impl Topic {
         Self {
             purpose: take.array(),
             encrypted: take.array() != [0],
-            epoch: u64::from_le_bytes(take.array()),
+            epoch: Epoch(u64::from_le_bytes(take.array())),
             from: u32::from_le_bytes(take.array()),
             to: u32::from_le_bytes(take.array()),
         }
@@ -109,7 +109,7 @@ impl fmt::Display for Topic {
         for byte in self.purpose.iter().take_while(named) {
             write!(f, "{}", char::from(*byte))?;
         }
-        if self.epoch != 0 {
+        if self.epoch != Epoch(0) {
             write!(f, " of epoch {}", self.epoch)?;
         }
         match self.to {

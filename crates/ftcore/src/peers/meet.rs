@@ -15,7 +15,7 @@ use crate::identity::strangers::{Caller as _, Greeted, Strangers};
 use crate::identity::{INSECURE, is_insecure, may_listen};
 use crate::lifecycle::nonce;
 use crate::{
-    Configuration, Credentials, Error, ErrorKind, Result, deadline_in, host_address, time_left,
+    Configuration, Credentials, Epoch, Error, ErrorKind, Result, deadline_in, host_address, time_left,
     variable_prefix,
 };
 
@@ -239,7 +239,7 @@ fn collect(
 ) -> Result<(Vec<Guest>, Option<u32>)> {
     let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
-    let about = topic(terms.backend, c.epoch.0, NO_RANK);
+    let about = topic(terms.backend, c.epoch, NO_RANK);
     let mut strangers = Strangers::new(
         terms.backend,
         terms.credentials.clone(),
@@ -335,7 +335,7 @@ pub fn ranks(list: &[u32]) -> String {
 }
 
 /// What the hello of a control connection is for.
-fn topic(backend: &str, epoch: u64, from: u32) -> Topic {
+fn topic(backend: &str, epoch: Epoch, from: u32) -> Topic {
     Topic::new(backend, epoch, from, 0)
 }
 
@@ -426,7 +426,7 @@ fn connect(
     let mut stream = Line::from(stream);
     let io = |e| Error::io("greeting rank 0", e);
     if let Some(credentials) = &terms.credentials {
-        let topic = topic(terms.backend, c.epoch.0, c.rank);
+        let topic = topic(terms.backend, c.epoch, c.rank);
         prove(c, Handshake::call(credentials.clone(), topic)?, &mut stream)?;
     }
     hello.write(&mut stream).map_err(io)?;

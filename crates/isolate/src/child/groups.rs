@@ -183,7 +183,11 @@ impl Groups {
             }
             if let Some(error) = member.group.error() {
                 member.reported.store(epoch, Ordering::Relaxed);
-                self.reporter.send(&Report::Failed { group, epoch, error });
+                self.reporter.send(&Report::Failed {
+                    group,
+                    epoch: Epoch(epoch),
+                    error,
+                });
             }
         }
     }
@@ -386,7 +390,7 @@ impl Groups {
                     store,
                     prefix,
                     name,
-                    epoch: Epoch(epoch),
+                    epoch,
                     rank,
                     world_size: world,
                     deadline,

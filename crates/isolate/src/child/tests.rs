@@ -143,7 +143,7 @@ fn a_group_that_tells_of_an_operation_while_it_is_asked_for_its_failure_holds_up
             store: 0,
             prefix: "p".into(),
             name: "n".into(),
-            epoch: 1 + id,
+            epoch: Epoch(1 + id),
             rank: 0,
             world: 2,
             deadline: soon(),

@@ -185,6 +185,8 @@ fn name_from(op: &str, more: &Mutex<BTreeSet<&'static str>>) -> Option<&'static 
 mod tests {
     use ftcore::DType;
 
+    use ftcore::Epoch;
+
     use super::*;
 
     fn crossed(e: &Error) -> Error {
@@ -212,7 +214,7 @@ mod tests {
                 .with_rank(1)
                 .with_peer(2)
                 .with_peer_address("10.0.0.4:4103")
-                .with_epoch(7)
+                .with_epoch(Epoch(7))
                 .with_seq(41)
                 .with_data(DType::BF16, 1 << 40)
                 .with_code(-11)

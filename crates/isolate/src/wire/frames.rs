@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ftcore::{Capabilities, Device, Error, ErrorKind, GroupInfo, GroupOptions, Result, Traffic};
+use ftcore::{Capabilities, Device, Epoch, Error, ErrorKind, GroupInfo, GroupOptions, Result, Traffic};
 
 use super::{Reader, Wire, Writer, messages, odd, record};
 
@@ -39,7 +39,7 @@ pub(crate) struct Settled {
     pub(crate) name: String,
     pub(crate) rank: u32,
     pub(crate) world: u32,
-    pub(crate) epoch: u64,
+    pub(crate) epoch: Epoch,
     pub(crate) sent: u64,
     pub(crate) received: u64,
 }
@@ -59,7 +59,7 @@ impl Settled {
             name: info.name.to_string(),
             rank: info.rank,
             world: info.world_size,
-            epoch: info.epoch.0,
+            epoch: info.epoch,
             sent: traffic.sent,
             received: traffic.received,
         }
@@ -120,7 +120,7 @@ messages! {
             store: u32,
             prefix: String,
             name: String,
-            epoch: u64,
+            epoch: Epoch,
             rank: u32,
             world: u32,
             deadline: Instant,
@@ -280,7 +280,7 @@ messages! {
         /// A group has failed in the configuration of this epoch, whether an operation of this rank has seen it or not.
         5 Failed {
             group: u32,
-            epoch: u64,
+            epoch: Epoch,
             error: Error,
         },
     }

@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Epoch, Error, ErrorKind, Result, deadline_in, time_left};
 use rustix::time::{ClockId, clock_gettime};
 
 /// The longest body of a frame. Store values (8 MiB each) are the largest things that cross here.
@@ -199,6 +199,15 @@ macro_rules! integers {
 }
 
 integers!(u32, u64, i64, f64);
+
+impl Wire for Epoch {
+    fn put(&self, w: &mut Writer) {
+        self.0.put(w);
+    }
+    fn get(r: &mut Reader<'_>) -> Result<Self> {
+        u64::get(r).map(Self)
+    }
+}
 
 impl Wire for usize {
     fn put(&self, w: &mut Writer) {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Collective, DType, Device, DeviceKind, ErrorKind, Event, Feature, InMemoryStore, ProcessGroup,
+    Collective, DType, Device, DeviceKind, Epoch, ErrorKind, Event, Feature, InMemoryStore, ProcessGroup,
     ProcessGroupExt, ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, deadline_in,
 };
 use oxccl_isolate::{Helper, IsolateOptions, IsolatedGroup};
@@ -467,7 +467,10 @@ fn typed() {
         (ErrorKind::Backend, Some(42), "no route"),
         "{e}"
     );
-    assert_eq!((e.context().op, e.context().epoch), (Some("configure"), Some(1)));
+    assert_eq!(
+        (e.context().op, e.context().epoch),
+        (Some("configure"), Some(Epoch(1)))
+    );
     let e = group.barrier().unwrap_err();
     assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
     let e = IsolatedGroup::new(options("glo")).err().unwrap();

@@ -1,6 +1,7 @@
 //! Who heals from whom, who contributes, and that a part is what the whole list gives.
 
 use super::*;
+use ftcore::Epoch;
 use proptest::prelude::*;
 
 fn quorum(members: &[(i64, &str)]) -> Quorum {
@@ -14,7 +15,7 @@ fn quorum(members: &[(i64, &str)]) -> Quorum {
         ..Member::default()
     };
     Quorum {
-        quorum_id: 1,
+        quorum_id: Epoch(1),
         participants: members.iter().enumerate().map(member).collect(),
         ..Quorum::default()
     }
@@ -55,7 +56,7 @@ fn a_replica_that_holds_nothing_any_more_gives_the_others_no_count_of_batches() 
     // It was to take over what another member holds at its own step, and did not.
     rank.start(false);
     let lost = QuorumResult {
-        quorum_id: 5,
+        quorum_id: Epoch(5),
         max_step: Step(7),
         lineage: "seven".into(),
         heal: true,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::tests::{SEED, Sim, member, rules};
+use super::tests::{CLOCK_MS, SEED, Sim, member, rules};
 use super::*;
 use crate::member::Member;
 
@@ -248,7 +248,7 @@ fn those_that_lost_the_last_step_and_are_too_few_to_do_it_again_are_told_so() {
 #[test]
 fn a_restarted_lighthouse_knows_that_the_run_is_over_once_the_silent_may_be_gone() {
     let before = with_a_lost_leave(true);
-    let mut sim = Sim::started(rules(1), SEED, before.state.record(), before.now);
+    let mut sim = Sim::started(rules(1), CLOCK_MS, before.state.record(), before.now);
     come_back(&mut sim);
     sim.pass(Duration::from_secs(4), &["c"]);
     assert_eq!(sim.rejected(), [], "b has not left");

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use super::roster::{Coming, Entry, Waiting};
 use super::{Action, Fate, LighthouseState, Ticket, cut, fields, spares};
@@ -45,7 +45,7 @@ impl LighthouseState {
         }
     }
 
-    fn check(&self, id: &str, last_quorum_id: i64, now: Instant) -> Result<(), Error> {
+    fn check(&self, id: &str, last_quorum_id: Epoch, now: Instant) -> Result<(), Error> {
         if id.is_empty() || id.len() > MAX_ID_BYTES {
             return Err(Error::invalid(format!(
                 "a replica_id has 1 to {MAX_ID_BYTES} bytes, this one has {}",
@@ -55,8 +55,8 @@ impl LighthouseState {
         let (started, clock_ms) = self.started;
         let ran = now.saturating_duration_since(started).as_millis();
         let clock = clock_ms.saturating_add(i64::try_from(ran).unwrap_or(i64::MAX));
-        let possible = self.quorum_id.max(clock.saturating_add(MAX_CLOCK_SKEW_MS));
-        if !(0..=possible).contains(&last_quorum_id) {
+        let possible = Epoch(clock.saturating_add(MAX_CLOCK_SKEW_MS).max(0).cast_unsigned());
+        if last_quorum_id > self.quorum_id.max(possible) {
             return Err(Error::invalid(format!(
                 "replica {id} reports the impossible quorum id {last_quorum_id}: no lighthouse whose clock agrees with this one's within a \
                  day has given it out"
@@ -173,7 +173,7 @@ impl LighthouseState {
 
     /// Without a record, the replicas tell what the last quorum was.
     fn hear(&mut self, member: &Member) {
-        if self.job.is_some() || member.last_quorum_id == 0 {
+        if self.job.is_some() || member.last_quorum_id == Epoch(0) {
             return;
         }
         let (id, size) = (member.last_quorum_id, member.last_world_size);
@@ -209,7 +209,7 @@ impl LighthouseState {
         &mut self,
         id: String,
         stream: u64,
-        last: i64,
+        last: Epoch,
         now: Instant,
         actions: &mut Vec<Action>,
     ) {
@@ -236,7 +236,7 @@ impl LighthouseState {
                 order,
             });
         }
-        if last > 0 && self.job.is_none() && !self.is_known(&id) {
+        if last > Epoch(0) && self.job.is_none() && !self.is_known(&id) {
             self.announce(&id, now);
         }
         if let Some(event) = self.aborted.clone().filter(|_| member) {

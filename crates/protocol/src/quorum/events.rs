@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::Error;
+use ftcore::{Epoch, Error};
 
 use super::{Departure, Moment, Order, Record, Totals};
 use crate::member::{AbortEpoch, Member, Quorum};
@@ -68,7 +68,7 @@ pub enum Event {
         /// Names the stream; a later stream of the same id replaces it.
         stream: u64,
         /// The quorum that the replica is configured for, 0 if none. It counts as healthy if it was in the recorded one.
-        last_quorum_id: i64,
+        last_quorum_id: Epoch,
     },
     /// A stream broke. If it is the replica's present one, the replica is gone at once.
     Detached {
@@ -101,7 +101,7 @@ pub enum Event {
         /// Who.
         replica_id: String,
         /// The epoch it speaks of; other than the present one is ignored.
-        quorum_id: i64,
+        quorum_id: Epoch,
         /// What happened.
         reason: String,
     },
@@ -196,7 +196,7 @@ pub struct Status {
     /// How much happened in all.
     pub totals: Totals,
     /// The present epoch; the seed before the first quorum.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// The members of the present quorum.
     pub participants: Vec<Member>,
     /// The healthy ids with the age of their last sign of life.

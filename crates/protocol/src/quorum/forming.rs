@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use super::record::Job;
 use super::roster::{Entry, Waiting};
@@ -21,7 +21,7 @@ impl LighthouseState {
         let Some(last) = self.job.as_ref().map(|job| job.epoch) else {
             return;
         };
-        let of_before = |w: &Waiting| (1..last).contains(&w.member.last_quorum_id);
+        let of_before = |w: &Waiting| (Epoch(1)..last).contains(&w.member.last_quorum_id);
         let stragglers: Vec<Id> = self
             .roster
             .iter()
@@ -156,8 +156,12 @@ impl LighthouseState {
         self.frontier = participants.iter().map(|m| m.step).max();
         let is_new = self.needs_new_id(&participants);
         if is_new {
-            let reported = participants.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
-            self.quorum_id = self.quorum_id.max(reported).saturating_add(1);
+            let reported = participants
+                .iter()
+                .map(|m| m.last_quorum_id)
+                .max()
+                .unwrap_or_default();
+            self.quorum_id = self.quorum_id.max(reported) + 1;
         }
         // Nothing of a run that is over counts for the next.
         let former = self.job.take().filter(|_| !is_over);
@@ -278,6 +282,6 @@ impl LighthouseState {
             || participants.iter().any(|m| m.commit_failures > 0)
             || participants
                 .iter()
-                .any(|m| m.last_quorum_id != 0 && m.last_quorum_id != self.quorum_id)
+                .any(|m| m.last_quorum_id != Epoch(0) && m.last_quorum_id != self.quorum_id)
     }
 }

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use super::tests::{SEED, Sim, member, rules};
+use ftcore::Epoch;
+
+use super::tests::{CLOCK_MS, SEED, Sim, member, rules};
 use super::*;
 use crate::Lineage;
 use crate::member::Member;
@@ -17,7 +19,7 @@ fn at(id: &str, step: i64, lineage: &Lineage) -> Member {
 }
 
 /// The lineage after the commits of `epoch` at these steps.
-fn chain(from: &Lineage, epoch: i64, steps: std::ops::Range<i64>) -> Lineage {
+fn chain(from: &Lineage, epoch: Epoch, steps: std::ops::Range<i64>) -> Lineage {
     steps.fold(from.clone(), |l, s| l.after(epoch, Step(s)))
 }
 
@@ -30,7 +32,7 @@ fn saved(sim: &Sim) -> Option<Record> {
 
 /// a and b (and others) at step 10 of an epoch that began with step 10; the lineage that they have.
 fn at_step_10(ids: &[&str]) -> (Sim, Lineage) {
-    let lineage = chain(&Lineage::default(), 7, 0..10);
+    let lineage = chain(&Lineage::default(), Epoch(7), 0..10);
     let mut sim = Sim::new(QuorumRules {
         initial_replicas: Some(ids.len()),
         ..rules(1)
@@ -44,7 +46,7 @@ fn at_step_10(ids: &[&str]) -> (Sim, Lineage) {
 }
 
 fn restart(sim: &Sim) -> Sim {
-    Sim::started(rules(1), SEED, sim.state.record(), sim.now)
+    Sim::started(rules(1), CLOCK_MS, sim.state.record(), sim.now)
 }
 
 fn text(sim: &Sim) -> String {
@@ -280,7 +282,7 @@ fn a_job_goes_back_only_with_a_majority_of_its_recorded_members() {
     for (stream, id) in (1..).zip(["a:1", "b:1", "c:1"]) {
         sim.detach(id, stream);
     }
-    let old = chain(&Lineage::default(), 7, 0..5);
+    let old = chain(&Lineage::default(), Epoch(7), 0..5);
     sim.join_as(at("d:1", 0, &Lineage::default()));
     sim.join_as(at("a:2", 5, &old));
     sim.pass(Duration::from_secs(60), &["a:2", "d:1"]);
@@ -306,14 +308,14 @@ fn a_job_goes_back_only_with_a_majority_of_its_recorded_members() {
 fn the_operators_word_lets_a_job_go_back_once() {
     let (sim, _) = at_step_10(&["a:1", "b:1", "c:1"]);
     let start = Start {
-        clock_ms: SEED,
+        clock_ms: CLOCK_MS,
         record: sim.state.record(),
         accept_rollback: true,
     };
     let mut sim = Sim::new(rules(1));
     sim.state = LighthouseState::new(rules(1), start, sim.now);
     sim.pass(Duration::from_secs(6), &[]);
-    let old = chain(&Lineage::default(), 7, 0..5);
+    let old = chain(&Lineage::default(), Epoch(7), 0..5);
     sim.join_as(at("d:1", 5, &old));
     assert_eq!(sim.ids().unwrap(), ["d:1"]);
     sim.event(Event::Failed {
@@ -355,7 +357,7 @@ fn after_a_restart_the_same_step_goes_on_and_a_minority_waits_for_the_majority()
         }
     }
     // The record is that of the first step of the epoch; the members are 1990 commits ahead of it.
-    let mut sim = Sim::started(rules(1), SEED, record, before.now);
+    let mut sim = Sim::started(rules(1), CLOCK_MS, record, before.now);
     let now = chain(&lineage, SEED + 1, 10..2000);
     sim.pass(Duration::from_secs(6), &[]);
     sim.join_as(at("a:1", 2000, &now));
@@ -375,7 +377,7 @@ fn a_job_that_is_started_again_as_a_whole_waits_for_its_initial_replicas() {
         initial_replicas: Some(3),
         ..rules(1)
     };
-    let again = || Sim::started(rules.clone(), SEED, before.state.record(), before.now);
+    let again = || Sim::started(rules.clone(), CLOCK_MS, before.state.record(), before.now);
     let mut sim = again();
     sim.join_as(at("a:2", 10, &lineage));
     sim.join_as(at("b:2", 10, &lineage));
@@ -431,7 +433,7 @@ fn members_that_are_known_to_be_gone_are_not_needed_after_a_restart() {
         reason: "done".into(),
     });
     before.event(Event::Tick);
-    let mut sim = Sim::started(rules(1), SEED, saved(&before), before.now);
+    let mut sim = Sim::started(rules(1), CLOCK_MS, saved(&before), before.now);
     assert_eq!(sim.healthy(), ["a:1", "d:1"]);
     sim.pass(Duration::from_secs(6), &[]);
     sim.join_as(at("a:1", 10, &lineage));
@@ -443,7 +445,7 @@ fn members_that_are_known_to_be_gone_are_not_needed_after_a_restart() {
 #[test]
 fn a_member_that_was_started_again_is_there_and_so_is_not_counted_as_gone_after_a_restart() {
     let (before, lineage) = at_step_10(&["a:1", "b:1", "c:1", "d:1"]);
-    let mut sim = Sim::started(rules(1), SEED, before.state.record(), before.now);
+    let mut sim = Sim::started(rules(1), CLOCK_MS, before.state.record(), before.now);
     sim.pass(Duration::from_secs(6), &[]);
     sim.join_as(at("a:1", 10, &lineage));
     sim.join("b:2");
@@ -463,7 +465,7 @@ fn restarted_without(gone: &[&str]) -> (Sim, Lineage) {
         });
     }
     before.event(Event::Tick);
-    let sim = Sim::started(rules(1), SEED, saved(&before), before.now);
+    let sim = Sim::started(rules(1), CLOCK_MS, saved(&before), before.now);
     assert!(gone.iter().all(|id| !sim.is_healthy(id)));
     (sim, lineage)
 }
@@ -529,23 +531,23 @@ fn without_a_record_the_size_of_the_last_quorum_that_replicas_tell_is_what_count
         ..member(id)
     };
     let mut sim = Sim::new(rules(1));
-    sim.join_as(told("a:1", 900, 5));
-    sim.join_as(told("b:1", 900, 5));
-    sim.join_as(told("c:1", 800, 9));
+    sim.join_as(told("a:1", Epoch(900), 5));
+    sim.join_as(told("b:1", Epoch(900), 5));
+    sim.join_as(told("c:1", Epoch(800), 9));
     assert_eq!(sim.ids(), None, "2 of 5 from quorum 900");
     assert!(sim.reason().contains("2 of the 5 members"), "{}", sim.reason());
-    sim.join_as(told("d:1", 900, 4));
+    sim.join_as(told("d:1", Epoch(900), 4));
     assert_eq!(sim.ids().unwrap(), ["a:1", "b:1", "c:1", "d:1"]);
     // An older quorum's size does not count once a newer one is told of.
     let mut sim = Sim::new(rules(1));
-    sim.join_as(told("c:1", 800, 9));
+    sim.join_as(told("c:1", Epoch(800), 9));
     assert_eq!(sim.ids(), None);
-    sim.join_as(told("a:1", 900, 1));
+    sim.join_as(told("a:1", Epoch(900), 1));
     assert_eq!(sim.ids().unwrap(), ["a:1", "c:1"]);
     // And a lie costs time, not the job.
     let mut sim = Sim::new(rules(1));
     sim.join_as(told("liar", SEED + 50, u64::MAX));
-    sim.join_as(told("a:1", 900, 1));
+    sim.join_as(told("a:1", Epoch(900), 1));
     sim.pass(Duration::from_secs(16), &["a:1"]);
     assert_eq!(sim.ids().unwrap(), ["a:1"]);
 }
@@ -557,8 +559,8 @@ fn a_record_of_an_older_version_knows_no_state_and_its_members_may_be_ahead() {
         members: vec!["a:1".into(), "b:1".into()],
         ..Record::default()
     };
-    let mut sim = Sim::started(rules(1), SEED, Some(record), Instant::now());
-    let lineage = chain(&Lineage::default(), 7, 0..500);
+    let mut sim = Sim::started(rules(1), CLOCK_MS, Some(record), Instant::now());
+    let lineage = chain(&Lineage::default(), Epoch(7), 0..500);
     let stranger = sim.join_as(at("c:1", 500, &lineage));
     assert_eq!(sim.rejected(), [(stranger, ErrorKind::Conflict)]);
     sim.join_as(at("a:1", 500, &lineage));
@@ -569,12 +571,12 @@ fn a_record_of_an_older_version_knows_no_state_and_its_members_may_be_ahead() {
 #[test]
 fn a_state_far_ahead_is_checked_with_bounded_work_and_checked_again_for_little() {
     let job = Record {
-        quorum_id: 5,
+        quorum_id: Epoch(5),
         lineage: Some(String::new()),
         ..Record::default()
     };
     let mut job = Job::of(&job);
-    let far = chain(&Lineage::default(), 5, 0..5000);
+    let far = chain(&Lineage::default(), Epoch(5), 0..5000);
     assert!(job.refuses(&at("a", 5000, &far)).is_none());
     assert!(job.refuses(&at("a", 4999, &far)).is_some());
     assert!(job.refuses(&at("a", 5000, &far)).is_none());

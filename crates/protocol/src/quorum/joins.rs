@@ -8,7 +8,7 @@ use super::tests::{SEED, Sim, member, rules};
 use super::*;
 use crate::member::Member;
 
-const DAY_MS: i64 = 24 * 60 * 60 * 1000;
+const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 fn refusal(sim: &Sim) -> String {
     let refused = sim.actions.iter().find_map(|a| match a {

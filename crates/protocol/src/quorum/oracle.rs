@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::roster::Tally;
 use super::roster::{Coming, Waiting};
-use super::tests::{SEED, Sim, member, rules};
+use super::tests::{CLOCK_MS, SEED, Sim, member, rules};
 use super::verdict::Verdict;
 use super::*;
 use crate::member::Member;
@@ -48,7 +48,7 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     let goes_on = state.previous.is_some()
         || asking
             .iter()
-            .any(|(id, w)| w.member.last_quorum_id > 0 || previous(id));
+            .any(|(id, w)| w.member.last_quorum_id > Epoch(0) || previous(id));
     if rules
         .initial_replicas
         .is_some_and(|initial| !goes_on && candidates.len() < initial)
@@ -157,17 +157,17 @@ proptest! {
             let event = match kind {
                 0..=2 => {
                     tickets += 1;
-                    let known = if n > 3 { sim.state.quorum_id() } else { 0 };
+                    let known = if n > 3 { sim.state.quorum_id() } else { Epoch(0) };
                     let member = Member { shrink_only: n == 1, step: Step((ms % 4).cast_signed()), last_quorum_id: known, ..member(&replica_id) };
                     Event::Join { member, ticket: tickets }
                 }
                 3 => Event::Withdraw { ticket: tickets.saturating_sub(n) },
-                4 => Event::Attached { replica_id, stream: n, last_quorum_id: if n > 3 { SEED } else { 0 } },
+                4 => Event::Attached { replica_id, stream: n, last_quorum_id: if n > 3 { SEED } else { Epoch(0) } },
                 5 => Event::Detached { replica_id, stream: n },
                 6 => Event::Leave { replica_id, reason: String::new() },
                 7 if n == 0 => {
                     let record = sim.state.record();
-                    sim.state = Sim::started(sim.state.rules.clone(), SEED, record, sim.now).state;
+                    sim.state = Sim::started(sim.state.rules.clone(), CLOCK_MS, record, sim.now).state;
                     continue;
                 }
                 8 if n == 0 => Event::Failed { replica_id, reason: String::new() },

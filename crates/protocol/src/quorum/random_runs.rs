@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::fields::MAX_REASON_BYTES;
-use super::tests::{SEED, Sim, member, rules};
+use super::tests::{CLOCK_MS, SEED, Sim, member, rules};
 use super::*;
 use crate::member::Member;
 
@@ -29,7 +29,7 @@ proptest! {
         let mut twin = sim.state.clone();
         let mut live: BTreeMap<Ticket, String> = BTreeMap::new();
         let mut last: Option<Arc<Quorum>> = None;
-        let mut highest = 0;
+        let mut highest = Epoch(0);
         for (kind, who, n, ms) in steps {
             let id = IDS[who].to_string();
             sim.now += Duration::from_millis(ms * 900);
@@ -45,13 +45,13 @@ proptest! {
                     live.remove(&ticket);
                     Event::Withdraw { ticket }
                 }
-                4 => Event::Attached { replica_id: id, stream: n, last_quorum_id: if n > 3 { highest } else { 0 } },
+                4 => Event::Attached { replica_id: id, stream: n, last_quorum_id: if n > 3 { highest } else { Epoch(0) } },
                 5 => Event::Detached { replica_id: id, stream: n },
                 6 if n == 0 => {
                     // A restart: every call is lost, the id and the members are not.
                     live.clear();
                     let record = sim.state.record();
-                    sim.state = Sim::started(rules(min_replicas), SEED, record, sim.now).state;
+                    sim.state = Sim::started(rules(min_replicas), CLOCK_MS, record, sim.now).state;
                     twin = sim.state.clone();
                     last = None;
                     continue;

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 use crate::Lineage;
 use crate::member::{Id, Member, prefix_of};
@@ -22,7 +22,7 @@ const ENDED: usize = 64;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Record {
     /// The last epoch.
-    pub quorum_id: i64,
+    pub quorum_id: Epoch,
     /// The step that its members began it with.
     pub step: Step,
     /// The lineage of their state at `step`; `None` if they told none, or an older version saved the record.
@@ -58,7 +58,7 @@ fn name_of(id: &str) -> &str {
 /// An epoch that others have followed.
 #[derive(Debug, Clone)]
 struct Ended {
-    epoch: i64,
+    epoch: Epoch,
     /// The last step that its members began in it.
     step: Step,
     /// Their lineage then, and the other that it may have been: see [`Job::initial`].
@@ -68,7 +68,7 @@ struct Ended {
 /// The last epoch and the states that descend from it.
 #[derive(Debug, Clone)]
 pub(super) struct Job {
-    pub(super) epoch: i64,
+    pub(super) epoch: Epoch,
     pub(super) step: Step,
     /// It ends the run.
     pub(super) closes: bool,
@@ -100,7 +100,7 @@ impl Job {
     }
 
     /// The job as `members` of `epoch` go on with it.
-    pub(super) fn next(mut former: Option<Self>, epoch: i64, members: &[Member]) -> Self {
+    pub(super) fn next(mut former: Option<Self>, epoch: Epoch, members: &[Member]) -> Self {
         let step = members.iter().map(|m| m.step).max().unwrap_or_default();
         let lineage = held_by_most(members, step);
         // One that is behind does not know what step it heals into.

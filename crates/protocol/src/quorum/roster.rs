@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{AddAssign, Bound, SubAssign};
 use std::time::{Duration, Instant};
 
+use ftcore::Epoch;
+
 use super::{Order, Ticket};
 use crate::member::{Id, Member, prefix_of};
 
@@ -100,7 +102,7 @@ impl Entry {
             members_asking: of(self.member && asking.is_some()),
             busy: of(self.is_busy()),
             shrinking: of(self.member && asking.is_some_and(|w| w.member.shrink_only)),
-            reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
+            reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > Epoch(0))),
             departed: of(self.departed && self.coming.is_none()),
             left: of(self.left),
             announced: of(self.coming.is_some()),

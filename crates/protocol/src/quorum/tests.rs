@@ -2,10 +2,14 @@
 
 use std::time::Duration;
 
+use ftcore::Epoch;
+
 use super::*;
 use crate::member::{MAX_ID_BYTES, Member, listed};
 
-pub(super) const SEED: i64 = 1000;
+pub(super) const SEED: Epoch = Epoch(1000);
+/// The clock that gives it.
+pub(super) const CLOCK_MS: i64 = 1000;
 
 /// A lighthouse under virtual time.
 pub(super) struct Sim {
@@ -39,18 +43,18 @@ pub(super) fn member(id: &str) -> Member {
 
 impl Sim {
     pub(super) fn new(rules: QuorumRules) -> Self {
-        Self::restarted(rules, SEED, &[])
+        Self::restarted(rules, CLOCK_MS, &[])
     }
 
-    fn restarted(rules: QuorumRules, seed: i64, previous: &[&str]) -> Self {
+    fn restarted(rules: QuorumRules, clock_ms: i64, previous: &[&str]) -> Self {
         let now = Instant::now();
         let record = (!previous.is_empty()).then(|| Record {
-            quorum_id: seed,
+            quorum_id: Epoch(clock_ms.cast_unsigned()),
             lineage: Some(String::new()),
             members: previous.iter().map(|s| (*s).to_string()).collect(),
             ..Record::default()
         });
-        Self::started(rules, seed, record, now)
+        Self::started(rules, clock_ms, record, now)
     }
 
     /// A lighthouse with this record, if any, and the clock at `clock_ms`.
@@ -155,7 +159,7 @@ impl Sim {
         self.event(Event::Attached {
             replica_id: id.into(),
             stream,
-            last_quorum_id: 0,
+            last_quorum_id: Epoch(0),
         });
     }
 
@@ -230,7 +234,7 @@ fn unchanged_members_keep_their_id_and_every_reason_for_a_new_group_changes_it()
         sim.join_as(b);
         assert_eq!(
             sim.delivered().unwrap().quorum_id,
-            SEED + 1 + i64::from(new),
+            SEED + 1 + u64::from(new),
             "{what}"
         );
     }
@@ -319,7 +323,7 @@ fn a_job_that_goes_on_after_a_restart_does_not_wait_for_the_initial_replicas() {
         ..rules(1)
     });
     sim.join_as(Member {
-        last_quorum_id: 7,
+        last_quorum_id: Epoch(7),
         ..member("a")
     });
     assert_eq!(sim.ids().unwrap(), ["a"]);
@@ -329,26 +333,26 @@ fn a_job_that_goes_on_after_a_restart_does_not_wait_for_the_initial_replicas() {
 fn l01_ids_stay_above_everything_that_was_ever_given_out() {
     let mut sim = Sim::restarted(rules(1), 50, &[]);
     sim.join_as(Member {
-        last_quorum_id: 70,
+        last_quorum_id: Epoch(70),
         ..member("a")
     });
     assert_eq!(
         sim.delivered().unwrap().quorum_id,
-        71,
+        Epoch(71),
         "a member knows a higher id than the clock and the file"
     );
     // The survivors' id and the new one can never be the same, even with the same members.
     let mut sim = Sim::restarted(rules(1), 71, &["a"]);
     sim.join_as(Member {
-        last_quorum_id: 71,
+        last_quorum_id: Epoch(71),
         ..member("a")
     });
-    assert_eq!(sim.delivered().unwrap().quorum_id, 72);
+    assert_eq!(sim.delivered().unwrap().quorum_id, Epoch(72));
 }
 
 #[test]
 fn l01_after_a_restart_the_first_to_come_back_waits_for_the_other_members() {
-    let mut sim = Sim::restarted(rules(1), SEED, &["a", "b", "c"]);
+    let mut sim = Sim::restarted(rules(1), CLOCK_MS, &["a", "b", "c"]);
     sim.join("a");
     assert_eq!(sim.ids(), None, "a alone is no majority of the saved members");
     sim.join("b");
@@ -361,7 +365,7 @@ fn l01_after_a_restart_the_first_to_come_back_waits_for_the_other_members() {
         sim.event(Event::Attached {
             replica_id: id.into(),
             stream,
-            last_quorum_id: 7,
+            last_quorum_id: Epoch(7),
         });
     }
     sim.join("a");
@@ -376,11 +380,11 @@ fn an_impossible_id_or_quorum_id_is_refused() {
         member(""),
         member(&huge),
         Member {
-            last_quorum_id: -1,
+            last_quorum_id: Epoch((-1i64).cast_unsigned()),
             ..member("a")
         },
         Member {
-            last_quorum_id: i64::MAX,
+            last_quorum_id: Epoch(i64::MAX.cast_unsigned()),
             ..member("a")
         },
     ] {

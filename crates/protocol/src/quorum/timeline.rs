@@ -5,7 +5,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 use super::fields::cut;
 use crate::assignment::Assignment;
@@ -44,7 +44,7 @@ pub enum Happening {
     /// A quorum began a new epoch.
     Quorum {
         /// The epoch.
-        quorum_id: i64,
+        quorum_id: Epoch,
         /// The highest step of a member.
         step: Step,
         /// The number of members.
@@ -91,7 +91,7 @@ pub enum Happening {
     /// An epoch ended early because a member reported a failure.
     Aborted {
         /// The epoch.
-        quorum_id: i64,
+        quorum_id: Epoch,
         /// Why, naming who reported it.
         reason: String,
     },
@@ -179,7 +179,7 @@ impl Timeline {
         }
     }
 
-    pub(super) fn aborted(&mut self, quorum_id: i64, reason: &str) {
+    pub(super) fn aborted(&mut self, quorum_id: Epoch, reason: &str) {
         self.totals.aborts += 1;
         let reason = short(reason);
         self.note(Happening::Aborted { quorum_id, reason });
@@ -280,7 +280,7 @@ mod tests {
         }
     }
 
-    fn quorum(quorum_id: i64, participants: Vec<Member>, spares: Vec<Member>) -> Quorum {
+    fn quorum(quorum_id: Epoch, participants: Vec<Member>, spares: Vec<Member>) -> Quorum {
         Quorum {
             quorum_id,
             participants,
@@ -297,13 +297,25 @@ mod tests {
     #[test]
     fn a_new_epoch_says_who_joined_and_who_is_missing_and_the_same_one_says_nothing() {
         let mut timeline = Timeline::default();
-        let first = quorum(7, vec![member("a:1", Step(3)), member("b:1", Step(3))], vec![]);
+        let first = quorum(
+            Epoch(7),
+            vec![member("a:1", Step(3)), member("b:1", Step(3))],
+            vec![],
+        );
         timeline.formed(&first, None);
         timeline.formed(
-            &quorum(7, vec![member("a:1", Step(4)), member("b:1", Step(4))], vec![]),
+            &quorum(
+                Epoch(7),
+                vec![member("a:1", Step(4)), member("b:1", Step(4))],
+                vec![],
+            ),
             Some(&first),
         );
-        let second = quorum(8, vec![member("a:1", Step(5)), member("c:1", Step(5))], vec![]);
+        let second = quorum(
+            Epoch(8),
+            vec![member("a:1", Step(5)), member("c:1", Step(5))],
+            vec![],
+        );
         timeline.formed(&second, Some(&first));
         let told = happenings(&timeline);
         assert_eq!(told.len(), 2, "{told:?}");
@@ -311,7 +323,7 @@ mod tests {
         assert_eq!(
             told.last(),
             Some(&Happening::Quorum {
-                quorum_id: 8,
+                quorum_id: Epoch(8),
                 step: Step(5),
                 size: 2,
                 joined: listed(&["c:1"]),
@@ -328,7 +340,7 @@ mod tests {
             member("b:1", Step(8)),
             member("c:1", Step(9)),
         ];
-        timeline.formed(&quorum(7, members, vec![member("d:1", Step(0))]), None);
+        timeline.formed(&quorum(Epoch(7), members, vec![member("d:1", Step(0))]), None);
         let heals: Vec<_> = happenings(&timeline)
             .into_iter()
             .filter_map(|what| match what {
@@ -378,7 +390,7 @@ mod tests {
             let members = (0..100)
                 .map(|i| member(&format!("r{i:03}:{id}"), Step(i)))
                 .collect();
-            timeline.formed(&quorum(id, members, vec![]), None);
+            timeline.formed(&quorum(Epoch(id), members, vec![]), None);
             timeline.gone("a:1", &"é".repeat(4096));
         }
         let moments = timeline.moments(Instant::now());

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 use super::{Entry, LighthouseState};
 use crate::member::listed;
@@ -214,7 +214,7 @@ impl LighthouseState {
                 let (epoch, step) = self
                     .job
                     .as_ref()
-                    .map_or((0, Step(0)), |job| (job.epoch, job.step));
+                    .map_or((Epoch(0), Step(0)), |job| (job.epoch, job.step));
                 format!(
                     "the {n} replicas that ask are all behind the recorded step {step} (epoch {epoch}): waiting for a replica with that state, \
                      or for a majority of {}; `oxccl lighthouse --accept-rollback` goes on without them",
@@ -246,7 +246,10 @@ impl LighthouseState {
 
     /// That members of the last quorum left in order, for one that waits: the run may be over for it.
     fn who_left(&self, verdict: Verdict) -> String {
-        let (tally, epoch) = (self.roster.tally(), self.job.as_ref().map_or(0, |job| job.epoch));
+        let (tally, epoch) = (
+            self.roster.tally(),
+            self.job.as_ref().map_or(Epoch(0), |job| job.epoch),
+        );
         if tally.left == 0 || matches!(verdict, Verdict::Idle | Verdict::Form | Verdict::Wait) {
             return String::new();
         }

@@ -1,6 +1,7 @@
 //! A rank that asks, connects, heals, votes and repeats, step by step.
 
 use super::*;
+use ftcore::Epoch;
 
 fn rank() -> Rank {
     Rank::new(RankRules {
@@ -12,9 +13,9 @@ fn rank() -> Rank {
 }
 
 /// A quorum of two in which this replica is at `step`, or heals to it.
-fn answer(quorum_id: i64, step: i64, heal: bool) -> QuorumResult {
+fn answer(quorum_id: u64, step: i64, heal: bool) -> QuorumResult {
     QuorumResult {
-        quorum_id,
+        quorum_id: Epoch(quorum_id),
         replica_world_size: 2,
         max_step: Step(step),
         heal,
@@ -231,7 +232,7 @@ fn the_source_of_an_initial_sync_has_the_history_of_those_that_heal_from_it() {
         come_up(
             r,
             QuorumResult {
-                quorum_id: 6,
+                quorum_id: Epoch(6),
                 ..initial(false)
             },
         );
@@ -239,7 +240,10 @@ fn the_source_of_an_initial_sync_has_the_history_of_those_that_heal_from_it() {
         r.decided(Some(true)).unwrap();
     }
     assert_eq!(source.lineage(), other.lineage());
-    assert_eq!(source.lineage(), &Lineage::from_peer("initial").after(6, Step(0)));
+    assert_eq!(
+        source.lineage(),
+        &Lineage::from_peer("initial").after(Epoch(6), Step(0))
+    );
 }
 
 #[test]
@@ -280,7 +284,7 @@ fn more_lost_attempts_in_a_row_than_max_retries_end_the_run_and_a_commit_begins_
         max_retries: Some(2),
         ..RankRules::default()
     });
-    let mut attempt = |n: i64, decision| {
+    let mut attempt = |n: u64, decision| {
         r.start(false);
         let quorum = answer(n, r.step().0, false);
         come_up(&mut r, quorum);
@@ -311,7 +315,7 @@ fn an_epoch_that_goes_back_or_has_broken_is_a_lost_attempt_and_never_configured_
         assert!(r.vote(None, None).unwrap().against.is_some());
         r.decided(Some(false)).unwrap();
     }
-    assert_eq!(r.epoch(), Some(7));
+    assert_eq!(r.epoch(), Some(Epoch(7)));
     assert_eq!(r.start(false).commit_failures, 2);
 }
 
@@ -349,7 +353,7 @@ fn a_spare_fetches_and_asks_again_and_after_three_times_it_wants_to_be_a_member(
         };
         assert!(matches!(r.answered(spare, None), Next::Fetch));
         assert_eq!((r.in_step(), r.epoch()), (false, None), "it is in no epoch");
-        let lineage = Lineage::default().after(5, Step(step));
+        let lineage = Lineage::default().after(Epoch(5), Step(step));
         assert!(matches!(r.fetched(Ok(lineage)), Next::Ask));
         assert_eq!(r.step().0, step);
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::member::Member;
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 struct Rig {
     state: ReplicaState,
@@ -34,7 +34,7 @@ impl Rig {
             let watch = u64::from(rank) + 1;
             rig.event(ReplicaEvent::Watched { rank, watch });
         }
-        rig.quorum(7);
+        rig.quorum(Epoch(7));
         rig
     }
 
@@ -59,7 +59,7 @@ impl Rig {
         let (ticket, key) = (
             self.tickets,
             VoteKey {
-                quorum_id: 7,
+                quorum_id: Epoch(7),
                 step: Step(0),
                 attempt: 0,
             },
@@ -72,7 +72,7 @@ impl Rig {
         })
     }
 
-    fn quorum(&mut self, quorum_id: i64) -> Vec<ReplicaAction> {
+    fn quorum(&mut self, quorum_id: Epoch) -> Vec<ReplicaAction> {
         let mut asked = Vec::new();
         for rank in 0..self.state.rules.world_size {
             asked = self.ask(rank);
@@ -172,7 +172,7 @@ fn a_rank_without_progress_takes_its_replica_out_by_name_until_it_moves() {
     let actions = rig.vote(1, true);
     assert_eq!(actions.len(), 2, "{actions:?}");
     assert!(matches!(
-        rig.quorum(8)[..],
+        rig.quorum(Epoch(8))[..],
         [ReplicaAction::Quorum { answer: Ok(_), .. }, ..]
     ));
 }
@@ -241,11 +241,11 @@ fn an_abort_is_passed_on_once_and_again_when_it_names_more_who_are_gone() {
         })
     };
     for (event, pushed) in [
-        (abort(7, &[]), true),
-        (abort(7, &[]), false),
-        (abort(7, &["b"]), true),
-        (abort(6, &["c"]), false),
-        (abort(8, &[]), true),
+        (abort(Epoch(7), &[]), true),
+        (abort(Epoch(7), &[]), false),
+        (abort(Epoch(7), &["b"]), true),
+        (abort(Epoch(6), &["c"]), false),
+        (abort(Epoch(8), &[]), true),
     ] {
         let actions = rig.event(event.clone());
         assert_eq!(
@@ -259,7 +259,7 @@ fn an_abort_is_passed_on_once_and_again_when_it_names_more_who_are_gone() {
         quorum_id,
         reason: "broke".into(),
     };
-    assert!(rig.event(report(6)).is_empty(), "of another epoch");
+    assert!(rig.event(report(Epoch(6))).is_empty(), "of another epoch");
 }
 
 fn ordered(rig: &mut Rig, kind: OrderKind) -> Vec<ReplicaAction> {
@@ -299,7 +299,7 @@ fn all_ranks_learn_of_a_drain_with_the_same_quorum_also_if_an_answer_is_lost() {
             panic!("{actions:?}")
         };
         let quorum = Quorum {
-            quorum_id: 7,
+            quorum_id: Epoch(7),
             participants: vec![Member {
                 replica_id: "a:1".into(),
                 ..Member::default()
@@ -336,7 +336,7 @@ fn an_evicted_replica_ends_for_all_its_ranks_with_the_operators_words_and_a_kill
     };
     let over = told
         .iter()
-        .any(|a| matches!(a, ReplicaAction::Push(event) if event.quorum_id == 7));
+        .any(|a| matches!(a, ReplicaAction::Push(event) if event.quorum_id == Epoch(7)));
     assert!(
         over,
         "a rank that connects or reduces waits for no other: {told:?}"
@@ -370,7 +370,7 @@ fn the_ranks_of_a_large_quorum_get_their_own_parts_and_a_rank_without_one_learns
     };
     assert!(!request.own_part, "a rank that says nothing needs the list");
     let part = |store: &str| QuorumResult {
-        quorum_id: 5,
+        quorum_id: Epoch(5),
         replica_rank: 7000,
         replica_world_size: 16_384,
         store_address: store.into(),
@@ -379,7 +379,7 @@ fn the_ranks_of_a_large_quorum_get_their_own_parts_and_a_rank_without_one_learns
     let call = *call;
     let parts = [part("store-of-rank-0")].into();
     let answers = rig.event(ReplicaEvent::Placed { call, parts });
-    assert_eq!(rig.state.last_quorum(), (5, 16_384));
+    assert_eq!(rig.state.last_quorum(), (Epoch(5), 16_384));
     let mut answers = answers.into_iter().filter_map(|a| match a {
         ReplicaAction::Quorum { answer, .. } => Some(answer),
         _ => None,

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 use oxccl_protocol::{Joining, Quorum, QuorumResult};
 
 use oxccl_protocol::rank::Rank;
@@ -20,9 +20,9 @@ pub(crate) struct Checks {
     /// The value of each state, and how many batches led to it: by group rank, step and history. Two of them would be two states of which no member heals (INV-6).
     values: BTreeMap<(u32, Step, String), (u64, i64)>,
     /// The history after each commit, by group rank, epoch and step: those that commit together go on as one.
-    commits_of: BTreeMap<(u32, i64, Step), String>,
+    commits_of: BTreeMap<(u32, Epoch, Step), String>,
     /// The members of each epoch: an epoch is one set of members (INV-7, L01).
-    epochs: BTreeMap<i64, Vec<String>>,
+    epochs: BTreeMap<Epoch, Vec<String>>,
     /// Replicas do not tell how many batches led to their state.
     pub(crate) foreign: bool,
     /// A step was committed in two epochs, by replicas that do not tell which: some go on from either.
@@ -30,13 +30,13 @@ pub(crate) struct Checks {
     /// The lighthouse's ids begin again somewhere before the last one.
     pub(crate) counts_back: bool,
     /// How many hold the state of an epoch and step.
-    holders: BTreeMap<(i64, Step), usize>,
+    holders: BTreeMap<(Epoch, Step), usize>,
     /// What was offered: group rank, step, and both parts of the state.
     offers: BTreeSet<(u32, Step, u64, u64)>,
     /// Whose state the ranks of a replica hold in a step of an epoch.
-    together: BTreeMap<(usize, u64, i64, Step), Option<Taken>>,
+    together: BTreeMap<(usize, u64, Epoch, Step), Option<Taken>>,
     /// Whether the ranks of a replica computed in an attempt, by its epoch, step and number.
-    computed: BTreeMap<(usize, u64, i64, Step, i64), bool>,
+    computed: BTreeMap<(usize, u64, Epoch, Step, i64), bool>,
     /// The highest step of the last quorum of this lighthouse.
     frontier: Option<Step>,
     /// Its members.
@@ -75,14 +75,20 @@ impl Checks {
     }
 
     /// A rank has committed `step` in `epoch`: from the same state as all that do, or one of them would heal to what it holds already.
-    pub(crate) fn committed(&mut self, who: Who, epoch: i64, step: Step, rank: &Rank) -> Result<(), String> {
+    pub(crate) fn committed(
+        &mut self,
+        who: Who,
+        epoch: Epoch,
+        step: Step,
+        rank: &Rank,
+    ) -> Result<(), String> {
         let lineage = rank.lineage().as_str();
         // torchft's managers tell no lineage. A step that one alone has committed is done again by the others, and if it comes back at the same
         // step, as they are then, no lighthouse can tell the two histories apart.
         if self.foreign {
-            let range = (who.rank, i64::MIN, step)..=(who.rank, i64::MAX, step);
+            let range = (who.rank, Epoch(0), step)..=(who.rank, Epoch(u64::MAX), step);
             let of_step =
-                |((_, e, s), l): (&(u32, i64, Step), &String)| *s == step && *e != epoch && l != lineage;
+                |((_, e, s), l): (&(u32, Epoch, Step), &String)| *s == step && *e != epoch && l != lineage;
             self.is_split |= self.commits_of.range(range).any(of_step);
         }
         let is_split = self.is_split;
@@ -99,7 +105,7 @@ impl Checks {
     }
 
     /// A rank did not commit `step`, which was reduced in `epoch`: what another replica needed for its commit was on its way to this one.
-    pub(crate) fn work_is_kept(&self, who: Who, epoch: i64, step: Step) -> Result<(), String> {
+    pub(crate) fn work_is_kept(&self, who: Who, epoch: Epoch, step: Step) -> Result<(), String> {
         match self.commits_of.contains_key(&(who.rank, epoch, step)) {
             true => Err(format!(
                 "{who:?} lost step {step} of epoch {epoch}, which another replica has committed"
@@ -111,7 +117,7 @@ impl Checks {
     /// A quorum was given out.
     pub(crate) fn quorum(
         &mut self,
-        epoch: i64,
+        epoch: Epoch,
         members: &[String],
         min_replicas: usize,
     ) -> Result<(), String> {
@@ -121,7 +127,7 @@ impl Checks {
                 members.len()
             ));
         }
-        let newest = self.epochs.last_key_value().map_or(0, |(e, _)| *e);
+        let newest = self.epochs.last_key_value().map_or(Epoch(0), |(e, _)| *e);
         match self.epochs.get(&epoch) {
             Some(known) if known != members => {
                 Err(format!("INV-7: epoch {epoch} is {known:?} and {members:?}"))
@@ -154,7 +160,7 @@ impl Checks {
     pub(crate) fn together(
         &mut self,
         who: Who,
-        epoch: i64,
+        epoch: Epoch,
         step: Step,
         taken: Option<Taken>,
     ) -> Result<(), String> {
@@ -173,7 +179,7 @@ impl Checks {
     pub(crate) fn computed(
         &mut self,
         who: Who,
-        (epoch, step, attempt): (i64, Step, i64),
+        (epoch, step, attempt): (Epoch, Step, i64),
         computes: bool,
     ) -> Result<(), String> {
         let key = (who.slot, who.incarnation, epoch, step, attempt);
@@ -205,11 +211,11 @@ impl Checks {
         }
     }
 
-    pub(crate) fn newest_epoch(&self) -> Option<i64> {
+    pub(crate) fn newest_epoch(&self) -> Option<Epoch> {
         self.epochs.last_key_value().map(|(epoch, _)| *epoch)
     }
 
-    pub(crate) fn knows_epoch(&self, epoch: i64) -> bool {
+    pub(crate) fn knows_epoch(&self, epoch: Epoch) -> bool {
         self.epochs.contains_key(&epoch)
     }
 
@@ -305,7 +311,7 @@ impl Checks {
 
     /// The shares of a reduction: with `all`, every replica that held the state contributes; no work counts twice while there is any that is not a copy, and all is of the state that all contributors
     /// hold (INV-4).
-    pub(crate) fn weights(&self, epoch: i64, shares: &[Share], all: bool) -> Result<(), String> {
+    pub(crate) fn weights(&self, epoch: Epoch, shares: &[Share], all: bool) -> Result<(), String> {
         match shares.iter().filter(|s| s.is_barrier).count() {
             0 => {}
             n if n == shares.len() => return Ok(()),

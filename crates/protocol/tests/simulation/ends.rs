@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use ftcore::Epoch;
+
 use crate::groups::Who;
 use crate::trainer::{Doing, Done};
 use crate::world::{Happening, World};
@@ -17,7 +19,7 @@ pub(crate) enum Leave {
 
 impl World {
     /// The lighthouse's notice that an epoch is over, as the manager takes it.
-    pub(crate) fn pushed(&mut self, who: Who, epoch: i64, reason: String) {
+    pub(crate) fn pushed(&mut self, who: Who, epoch: Epoch, reason: String) {
         let Some(t) = self.trainer(who) else { return };
         t.ends.hear(epoch, reason);
         if t.group != Some(epoch) {
@@ -65,7 +67,7 @@ impl World {
     }
 
     /// The others of the group hear that `who` left it.
-    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who, leave: Leave) {
+    pub(crate) fn leave_group(&mut self, epoch: Epoch, who: Who, leave: Leave) {
         let (now, keeps_work) = (self.now, self.scenario.keeps_work);
         for other in self.groups.leave(epoch, who) {
             let (op, arrives) = self.trainer(other).map_or((0, None), |t| (t.op, t.arrives));

@@ -4,6 +4,8 @@
 
 use std::collections::BTreeMap;
 
+use ftcore::Epoch;
+
 /// One process of one run of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Who {
@@ -43,7 +45,7 @@ struct Group {
 /// All groups of all epochs, by epoch and group rank.
 #[derive(Debug, Default)]
 pub(crate) struct Groups {
-    all: BTreeMap<(i64, u32), Group>,
+    all: BTreeMap<(Epoch, u32), Group>,
     /// An epoch may come again: what is left of the group that it had breaks the next one.
     pub(crate) epochs_come_again: bool,
 }
@@ -60,7 +62,13 @@ pub(crate) enum Progress {
 
 impl Groups {
     /// A member begins to connect. Errors: two that claim one rank, or two sizes of one world.
-    pub(crate) fn join(&mut self, epoch: i64, who: Who, place: u32, world: u32) -> Result<Progress, String> {
+    pub(crate) fn join(
+        &mut self,
+        epoch: Epoch,
+        who: Who,
+        place: u32,
+        world: u32,
+    ) -> Result<Progress, String> {
         let again = self.epochs_come_again;
         let group = self.all.entry((epoch, who.rank)).or_default();
         if group.members.is_empty() {
@@ -93,7 +101,7 @@ impl Groups {
 
     /// A member brings its share to the reduction of the attempt. There is one reduction an epoch and attempt, and a group whose
     /// reduction has ended begins the next.
-    pub(crate) fn reduce(&mut self, epoch: i64, who: Who, place: u32, share: Share) -> Progress {
+    pub(crate) fn reduce(&mut self, epoch: Epoch, who: Who, place: u32, share: Share) -> Progress {
         let Some(group) = self.all.get_mut(&(epoch, who.rank)) else {
             return Progress::Broken;
         };
@@ -112,7 +120,7 @@ impl Groups {
     }
 
     /// A member is gone, or gives the group up: the others that it has, who hear of it.
-    pub(crate) fn leave(&mut self, epoch: i64, who: Who) -> Vec<Who> {
+    pub(crate) fn leave(&mut self, epoch: Epoch, who: Who) -> Vec<Who> {
         let Some(group) = self.all.get_mut(&(epoch, who.rank)) else {
             return Vec::new();
         };

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 use oxccl_protocol::ends::Ends;
 use oxccl_protocol::gather::RankRequest;
 use oxccl_protocol::quorum::Ticket;
@@ -29,9 +29,9 @@ mod votes;
 pub(crate) enum Done {
     Connected,
     /// The reduction of this epoch is complete: a hash of what went in, and how many contributed; or it was a barrier.
-    Reduced(i64, Option<(u64, u32)>),
+    Reduced(Epoch, Option<(u64, u32)>),
     /// A member of this epoch's group is gone.
-    Lost(i64, String),
+    Lost(Epoch, String),
     /// What this peer sent to the others of the group makes no sense.
     Senseless(String),
     /// The state that was fetched.
@@ -44,7 +44,7 @@ pub(crate) enum Done {
 #[derive(Debug, Clone)]
 pub(crate) struct Offer {
     pub(crate) step: Step,
-    pub(crate) epoch: i64,
+    pub(crate) epoch: Epoch,
     pub(crate) model: Model,
     pub(crate) lineage: Lineage,
     /// As a rank gets it: whose it is.
@@ -54,7 +54,7 @@ pub(crate) struct Offer {
 /// Where a state was taken over from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Taken {
-    pub(crate) epoch: i64,
+    pub(crate) epoch: Epoch,
     /// The source's manager server.
     pub(crate) source: String,
 }
@@ -90,9 +90,9 @@ pub(crate) struct Trainer {
     request: RankRequest,
     vote: Option<RankVote>,
     /// The group's epoch, and why it cannot be used.
-    pub(crate) group: Option<i64>,
+    pub(crate) group: Option<Epoch>,
     /// The newest epoch that it has connected for, or tried to.
-    connected: i64,
+    connected: Epoch,
     pub(crate) broken: Option<String>,
     pub(crate) ends: Ends,
     /// When the result of the reduction is here, which all members have brought their shares to.
@@ -136,7 +136,7 @@ impl Trainer {
             request: RankRequest::default(),
             vote: None,
             group: None,
-            connected: 0,
+            connected: Epoch(0),
             broken: None,
             ends: Ends::default(),
             arrives: None,
@@ -159,7 +159,7 @@ impl Trainer {
     }
 
     /// It has the quorum of this epoch, and has not voted.
-    pub(crate) fn is_in_step(&self, epoch: i64) -> bool {
+    pub(crate) fn is_in_step(&self, epoch: Epoch) -> bool {
         self.rank.in_step() && self.rank.epoch() == Some(epoch)
     }
 
@@ -174,7 +174,7 @@ impl Trainer {
     }
 
     /// The epochs in whose groups it is.
-    pub(crate) fn epochs(&self) -> Vec<i64> {
+    pub(crate) fn epochs(&self) -> Vec<Epoch> {
         self.group.into_iter().collect()
     }
 
@@ -331,7 +331,7 @@ impl World {
             next = match next {
                 // In every second epoch the state is in use until the group is connected, as with a quorum that was begun ahead.
                 Next::Offer { publish: true, .. }
-                    if answer.quorum_id % 2 == 0 && t.group != Some(answer.quorum_id) =>
+                    if answer.quorum_id.0 % 2 == 0 && t.group != Some(answer.quorum_id) =>
                 {
                     t.rank.connect_first()
                 }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Step};
+use ftcore::{Epoch, Error, ErrorKind, Step};
 use oxccl_protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
 use oxccl_protocol::rank::RankVote;
 use oxccl_protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
@@ -91,7 +91,7 @@ pub(crate) enum Happening {
     Quorum(Ticket, Result<QuorumResult, Error>),
     Done(u64, Done),
     Decision(Ticket, Result<bool, Error>),
-    Pushed(i64, String),
+    Pushed(Epoch, String),
     /// What was in hand when its epoch ended has had its time.
     Settles(u64),
     InnerSteps,
@@ -370,7 +370,7 @@ impl World {
             return self.ended[slot] || self.first_end.is_some();
         };
         // One that was in no quorum before the end of the run is of the next one, and finds no other replica.
-        self.step_of(slot) >= end || self.first_end.is_some() && replica.server.last_quorum().0 == 0
+        self.step_of(slot) >= end || self.first_end.is_some() && replica.server.last_quorum().0 == Epoch(0)
     }
 
     fn is_hung(&self, slot: usize) -> bool {
@@ -565,7 +565,7 @@ impl World {
                 let foreign = self.scenario.foreign;
                 let Some(replica) = self.replica(who) else { return };
                 let replica_id = replica.id.clone();
-                let asks = foreign || replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
+                let asks = foreign || replica.server.last_quorum().0 > Epoch(0) || !replica.calls.is_empty();
                 if asks && !replica.server.is_out() {
                     self.send_lighthouse(who, Event::Heartbeat { replica_id });
                 }

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 use protocol::quorum::{QuorumRules, Record, Start};
 
 use super::super::reply::Part;
@@ -48,7 +48,7 @@ fn actor(min_replicas: usize, journal: Journal, start: Instant) -> Actor {
         state: LighthouseState::new(rules, Start::default(), start),
         journal,
         over: None,
-        delivered: 0,
+        delivered: Epoch(0),
         put_off: None,
         calls: HashMap::new(),
         shelf: Shelf::default(),
@@ -337,7 +337,7 @@ fn what_waits_in_a_socket_is_read_before_a_replica_counts_as_silent() {
 #[test]
 fn a_line_of_the_log_names_sixteen_members_and_counts_the_rest() {
     let quorum = |n: usize| Quorum {
-        quorum_id: 1,
+        quorum_id: Epoch(1),
         participants: (0..n)
             .map(|i| Member {
                 replica_id: format!("r{i}"),

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use proptest::prelude::*;
 
 use super::*;
+use crate::Epoch;
 use crate::identity::Secret;
 
 fn caller(topic: Topic, nonce: u8) -> Handshake {
@@ -16,7 +17,7 @@ fn listener(topic: Topic, nonce: u8) -> Handshake {
 }
 
 fn gloo() -> Topic {
-    Topic::new("gloo", 7, 3, 1)
+    Topic::new("gloo", Epoch(7), 3, 1)
 }
 
 fn take_out(from: &mut Handshake) -> Vec<u8> {
@@ -81,12 +82,12 @@ fn reasons(met: &Met) -> [Option<(Reason, bool)>; 2] {
 #[test]
 fn two_ends_that_hold_the_secret_meet_in_three_messages_however_they_are_cut() {
     for at_once in [1, 7, 16, 1000] {
-        let topic = Topic::new("gloo", 7, NO_RANK, 1);
+        let topic = Topic::new("gloo", Epoch(7), NO_RANK, 1);
         let met = meet(caller(gloo(), 2), listener(topic, 3), at_once);
         assert_eq!(met.done, [true, true]);
         assert_eq!((met.caller.len(), met.listener.len()), (OPEN + PROOF, ANSWER));
     }
-    let mut there = listener(Topic::new("gloo", 7, NO_RANK, 1), 3);
+    let mut there = listener(Topic::new("gloo", Epoch(7), NO_RANK, 1), 3);
     feed(&mut there, caller(gloo(), 2).outgoing(), 1000).unwrap();
     assert_eq!(there.topic().from(), 3);
 }
@@ -150,9 +151,9 @@ fn a_caller_that_skips_its_check_of_the_listener_is_refused_for_its_proof() {
 #[test]
 fn a_hello_for_another_service_epoch_or_rank_is_refused_on_both_sides() {
     for other in [
-        Topic::new("store", 7, 3, 1),
-        Topic::new("gloo", 8, 3, 1),
-        Topic::new("gloo", 7, 3, 2),
+        Topic::new("store", Epoch(7), 3, 1),
+        Topic::new("gloo", Epoch(8), 3, 1),
+        Topic::new("gloo", Epoch(7), 3, 2),
     ] {
         let met = meet(caller(other, 2), listener(gloo(), 3), 1000);
         let expected = [
@@ -171,7 +172,7 @@ fn an_answer_for_another_caller_is_refused() {
     let mut there = listener(gloo(), 3);
     feed(
         &mut there,
-        caller(Topic::new("gloo", 7, 2, 1), 2).outgoing(),
+        caller(Topic::new("gloo", Epoch(7), 2, 1), 2).outgoing(),
         1000,
     )
     .unwrap();

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::Epoch;
 use crate::identity::Credentials;
 use crate::identity::hello::{Handshake, Topic};
 
@@ -29,7 +30,7 @@ fn ends_of(topic: Topic) -> Ends {
 }
 
 fn ends() -> Ends {
-    ends_of(Topic::new("gloo", 7, 3, 1))
+    ends_of(Topic::new("gloo", Epoch(7), 3, 1))
 }
 
 /// The record of `text`.
@@ -142,8 +143,8 @@ fn a_record_opens_on_its_own_connection_and_in_its_own_direction_only() {
     let text = b"what no other party reads";
     let strangers = [
         ends().map(|end| end.1),
-        ends_of(Topic::new("gloo", 8, 3, 1)).map(|end| end.1),
-        ends_of(Topic::new("nccl", 7, 3, 1)).map(|end| end.1),
+        ends_of(Topic::new("gloo", Epoch(8), 3, 1)).map(|end| end.1),
+        ends_of(Topic::new("nccl", Epoch(7), 3, 1)).map(|end| end.1),
     ];
     let [(mut sealer, mut back), (_, mut opener)] = ends();
     let record = record(&mut sealer, text);

@@ -16,7 +16,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, 
 
 use crate::identity::hello::{NO_RANK, Topic};
 use crate::identity::records::{Opener, Sealer};
-use crate::{Cancel, Error, deadline_in, time_left};
+use crate::{Cancel, Epoch, Error, deadline_in, time_left};
 
 const BUFFER: usize = 16 * 1024;
 /// What must move in one window of [`TimeLimit::Pace`].
@@ -24,7 +24,7 @@ const PACE: usize = 64 * 1024;
 
 /// What the hello of a store's connections is for: clients have no rank.
 pub(super) fn hello_topic() -> Topic {
-    Topic::new("store", 0, NO_RANK, NO_RANK)
+    Topic::new("store", Epoch(0), NO_RANK, NO_RANK)
 }
 
 /// How long a read or write may wait.

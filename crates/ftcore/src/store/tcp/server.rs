@@ -20,7 +20,7 @@ use crate::identity::{TurnedAway, may_listen};
 use crate::store::keys::MAX_VALUE;
 use crate::store::table::Refusal;
 use crate::{
-    Credentials, Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit,
+    Credentials, Epoch, Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit,
     split_address, time_left,
 };
 
@@ -45,7 +45,7 @@ const NAMESPACE: &str = "/torchft/";
 
 /// Under which prefix the ranks `group_rank` of all replicas meet for `epoch` (torchft's layout). [`TcpStoreServer::begin_epoch`] removes what
 /// lies there once the epoch is over.
-pub fn epoch_prefix(epoch: u64, group_rank: u32) -> String {
+pub fn epoch_prefix(epoch: Epoch, group_rank: u32) -> String {
     format!("torchft/{epoch}/{group_rank}")
 }
 
@@ -69,7 +69,7 @@ struct Shared {
     turned_away: TurnedAway,
     budget: Budget,
     /// The last two epochs that [`TcpStoreServer::begin_epoch`] was told.
-    epochs: Mutex<Option<(u64, u64)>>,
+    epochs: Mutex<Option<(Epoch, Epoch)>>,
     stop: Bell,
     doors: Mutex<Doors>,
     changed: Condvar,
@@ -141,7 +141,7 @@ impl TcpStoreServer {
     /// Says that this process, which owns the store, goes on to `epoch`: the keys under [`epoch_prefix`] of every epoch before the previous one
     /// are removed and refused from now on, and a client that waits for one of them gets `Aborted`. Those of the present and the previous epoch
     /// stay, as a slow rank may still read them, and so do those of epochs to come. Returns how many keys were removed.
-    pub fn begin_epoch(&self, epoch: u64) -> usize {
+    pub fn begin_epoch(&self, epoch: Epoch) -> usize {
         let mut epochs = self.shared.epochs.lock().unwrap_or_else(PoisonError::into_inner);
         let previous = match *epochs {
             Some((previous, now)) if now == epoch => previous,
@@ -152,7 +152,7 @@ impl TcpStoreServer {
         // Numbers may go back, after a restart of a lighthouse that counts from 1.
         self.shared
             .engine
-            .retire(NAMESPACE.as_bytes(), previous.min(epoch))
+            .retire(NAMESPACE.as_bytes(), previous.min(epoch).0)
     }
 
     /// The number of keys.

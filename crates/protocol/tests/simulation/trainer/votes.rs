@@ -1,6 +1,7 @@
 //! How a rank ends an attempt: what it reports, its vote, and what follows from the decision.
 
 use super::*;
+use ftcore::Epoch;
 
 impl World {
     /// The rank says that its epoch failed.
@@ -87,7 +88,7 @@ impl World {
             let step = rank.step();
             let together = self
                 .checks
-                .committed(who, rank.epoch().unwrap_or(0), step - 1, &rank);
+                .committed(who, rank.epoch().unwrap_or(Epoch(0)), step - 1, &rank);
             self.check(together);
             self.note(|| format!("{who:?} committed step {}", step - 1));
             self.committed(who);
@@ -99,7 +100,7 @@ impl World {
             return self.goes_on(who, turn);
         }
         t.program.lost();
-        let (epoch, step) = (t.rank.epoch().unwrap_or(0), t.rank.step());
+        let (epoch, step) = (t.rank.epoch().unwrap_or(Epoch(0)), t.rank.step());
         if self.scenario.keeps_work {
             let kept = self.checks.work_is_kept(who, epoch, step);
             self.check(kept);

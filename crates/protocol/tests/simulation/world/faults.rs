@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::ends::Leave;
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 impl World {
     pub(super) fn world_event(&mut self, what: Happening) {
@@ -204,9 +204,9 @@ impl World {
     fn impostor(&mut self, claim: u64) {
         let job = self.lighthouse.as_ref().filter(|l| l.state.record().is_some());
         let last_quorum_id = match (job, claim & 3) {
-            (Some(job), 0 | 1) => job.state.quorum_id() + 1 + (claim >> 8 & 0xff) as i64,
-            (_, 2) => i64::MAX,
-            _ => 1 << 59,
+            (Some(job), 0 | 1) => job.state.quorum_id() + 1 + (claim >> 8 & 0xff),
+            (_, 2) => Epoch(i64::MAX.cast_unsigned()),
+            _ => Epoch(1 << 59),
         };
         let (replica_id, ticket) = (format!("x{}:2", claim >> 16 & 3), self.number());
         let event = match claim >> 20 & 3 {
@@ -272,7 +272,7 @@ impl World {
             }),
             world_size: 1,
             lineage: ["", "made up"][(claim >> 24) as usize % 2].into(),
-            last_quorum_id: absurd.max(0),
+            last_quorum_id: Epoch(absurd.max(0).cast_unsigned()),
             ..Member::default()
         };
         let event = match (claim >> 32) % 5 {
@@ -281,11 +281,11 @@ impl World {
             3 => Event::Attached {
                 replica_id: id,
                 stream: ticket,
-                last_quorum_id: absurd.max(1),
+                last_quorum_id: Epoch(absurd.max(1).cast_unsigned()),
             },
             _ => Event::Report {
                 replica_id: id,
-                quorum_id: self.record.as_ref().map_or(0, |r| r.quorum_id),
+                quorum_id: self.record.as_ref().map_or(Epoch(0), |r| r.quorum_id),
                 reason: "I say so".into(),
             },
         };

@@ -2,6 +2,7 @@
 //! they were in, and have no event stream. What is gone of them, the lighthouse finds by their connections and heartbeats.
 
 use super::*;
+use ftcore::Epoch;
 
 /// After so long without a connection a replica without a stream is gone.
 const DISCONNECTED: Duration = Duration::from_millis(600);
@@ -12,7 +13,7 @@ impl World {
         Member {
             lineage: String::new(),
             incarnation: String::new(),
-            last_quorum_id: 0,
+            last_quorum_id: Epoch(0),
             last_world_size: 0,
             batches_committed: 0,
             healed: false,

@@ -3,10 +3,12 @@
 
 use std::collections::BTreeSet;
 
+use ftcore::Epoch;
+
 use super::*;
 
 /// No clock of the simulation gives such an id.
-const ABSURD: i64 = 1 << 50;
+const ABSURD: Epoch = Epoch(1 << 50);
 
 /// What a lighthouse could know since its start.
 #[derive(Debug, Default)]
@@ -48,7 +50,7 @@ impl Heard {
                 replica_id,
                 last_quorum_id,
                 ..
-            } if *last_quorum_id > 0 => {
+            } if *last_quorum_id > Epoch(0) => {
                 self.attached.entry(replica_id.clone()).or_insert(now);
             }
             Event::Heartbeat { replica_id } => {
@@ -161,11 +163,11 @@ impl World {
             let number = recorded.iter().filter(|id| asks(id)).count();
             (number, recorded.iter().filter(|id| may_come(id)).count())
         } else {
-            let newest = members.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
+            let newest = members.iter().map(|m| m.last_quorum_id).max().unwrap_or(Epoch(0));
             let of_newest = || {
                 members
                     .iter()
-                    .filter(|m| newest > 0 && m.last_quorum_id == newest)
+                    .filter(|m| newest > Epoch(0) && m.last_quorum_id == newest)
             };
             let size = of_newest().map(|m| m.last_world_size as usize).max();
             (of_newest().count(), size.unwrap_or(0))

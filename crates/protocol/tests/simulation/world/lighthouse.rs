@@ -1,6 +1,7 @@
 //! The lighthouse of the simulation: the real state machine, its calls and streams, and the connections that break.
 
 use super::*;
+use ftcore::Epoch;
 
 /// So long a leave is sent again where the connection broke.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
@@ -22,7 +23,7 @@ impl World {
             false => 0,
         };
         let clock = match self.checks.newest_epoch() {
-            Some(newest) if self.scenario.counts_back => newest - 1 - incarnation as i64 % 3,
+            Some(newest) if self.scenario.counts_back => newest.0.cast_signed() - 1 - incarnation as i64 % 3,
             _ => START_OF_DAY + jump + self.now.as_millis() as i64,
         };
         let start = Start {
@@ -292,7 +293,7 @@ impl World {
     }
 
     /// What the reporter of a rank sends over the manager server.
-    pub(crate) fn report_to_lighthouse(&mut self, who: Who, quorum_id: i64, reason: String) {
+    pub(crate) fn report_to_lighthouse(&mut self, who: Who, quorum_id: Epoch, reason: String) {
         let server = Self::server_of(who);
         let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
             return;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::trainer::Offer;
-use ftcore::Step;
+use ftcore::{Epoch, Step};
 
 impl World {
     /// A state that a peer offers, as it is now.
@@ -11,7 +11,7 @@ impl World {
         address: &str,
         rank: u32,
         step: Step,
-        epoch: i64,
+        epoch: Epoch,
     ) -> Option<(Who, Offer)> {
         let slot: usize = address
             .strip_prefix("http://10.0.0.")?

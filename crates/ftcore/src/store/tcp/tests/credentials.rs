@@ -1,6 +1,7 @@
 //! A store with credentials: whose connections it serves, what the others get, and that they disturb no rank.
 
 use super::*;
+use crate::Epoch;
 use crate::identity::hello::{Handshake, NO_RANK, Refused, Topic, may_be_hello};
 
 fn job() -> Arc<Credentials> {
@@ -18,7 +19,7 @@ fn connect(server: &TcpStoreServer, credentials: Option<Arc<Credentials>>) -> Re
 }
 
 fn hello() -> Handshake {
-    Handshake::call(job(), Topic::new("store", 0, NO_RANK, NO_RANK)).unwrap()
+    Handshake::call(job(), Topic::new("store", Epoch(0), NO_RANK, NO_RANK)).unwrap()
 }
 
 /// Reads to the end, which must come.

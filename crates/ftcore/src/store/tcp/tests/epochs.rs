@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use super::super::epoch_prefix;
 use super::*;
+use crate::Epoch;
 use crate::store::PrefixStore;
 
 /// What the ranks of one epoch leave in the store.
 fn rendezvous(store: &TcpStore, epoch: u64) {
     let names: Vec<String> = (0..4)
-        .map(|rank| format!("{}/{epoch}/gloo/{rank}", epoch_prefix(epoch, 0)))
+        .map(|rank| format!("{}/{epoch}/gloo/{rank}", epoch_prefix(Epoch(epoch), 0)))
         .collect();
     let pairs: Vec<(&str, &[u8])> = names.iter().map(|n| (n.as_str(), &b"card"[..])).collect();
     store.multi_set(&pairs, soon()).unwrap();
@@ -24,13 +25,13 @@ fn ten_thousand_epochs_leave_the_keys_of_two() {
     for step in 0..10_000 {
         // Ids are not consecutive, and change their number of digits.
         let epoch = 3 * step + step % 3;
-        server.begin_epoch(epoch);
+        server.begin_epoch(Epoch(epoch));
         rendezvous(&store, epoch);
         most = most.max(server.num_keys());
     }
     assert_eq!((most, server.num_keys()), (9, 9));
     // All ranks of the owner say it, and the same epoch twice is nothing new.
-    assert_eq!(server.begin_epoch(3 * 9_999), 0);
+    assert_eq!(server.begin_epoch(Epoch(3 * 9_999)), 0);
     assert_eq!(server.num_keys(), 9);
 }
 
@@ -38,9 +39,9 @@ fn ten_thousand_epochs_leave_the_keys_of_two() {
 fn a_slow_rank_of_the_previous_epoch_finds_its_keys_and_one_of_an_older_epoch_is_told() {
     let server = server();
     let store: Arc<dyn Store> = Arc::new(client(&server));
-    let of = |epoch| PrefixStore::new(store.clone(), epoch_prefix(epoch, 0));
+    let of = |epoch| PrefixStore::new(store.clone(), epoch_prefix(Epoch(epoch), 0));
     for epoch in [5, 7] {
-        server.begin_epoch(epoch);
+        server.begin_epoch(Epoch(epoch));
         of(epoch).set("card", b"here", soon()).unwrap();
     }
     thread::scope(|scope| {
@@ -50,7 +51,7 @@ fn a_slow_rank_of_the_previous_epoch_finds_its_keys_and_one_of_an_older_epoch_is
         until("they wait", || server.waiting() == 3);
         // Another replica is in the next epoch already.
         of(12).set("card", b"early", soon()).unwrap();
-        server.begin_epoch(9);
+        server.begin_epoch(Epoch(9));
         for lost in [waiter.join().unwrap().map(drop), at_barrier.join().unwrap()] {
             let e = lost.unwrap_err();
             assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
@@ -87,11 +88,14 @@ fn numbers_that_go_back_remove_nothing_that_is_in_use() {
     let server = server();
     let store = client(&server);
     for epoch in [1000, 1001, 1, 2, 3] {
-        server.begin_epoch(epoch);
+        server.begin_epoch(Epoch(epoch));
         rendezvous(&store, epoch);
         assert!(
             store
-                .check(&[&format!("{}/{epoch}/gloo/3", epoch_prefix(epoch, 0))], soon())
+                .check(
+                    &[&format!("{}/{epoch}/gloo/3", epoch_prefix(Epoch(epoch), 0))],
+                    soon()
+                )
                 .unwrap()
         );
     }
