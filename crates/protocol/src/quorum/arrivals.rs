@@ -58,8 +58,9 @@ impl LighthouseState {
         let possible = Epoch(clock.saturating_add(MAX_CLOCK_SKEW_MS).max(0).cast_unsigned());
         if last_quorum_id > self.quorum_id.max(possible) {
             return Err(Error::invalid(format!(
-                "replica {id} reports the impossible quorum id {last_quorum_id}: no lighthouse whose clock agrees with this one's within a \
-                 day has given it out"
+                "replica {id} reports the impossible quorum id {}: no lighthouse whose clock agrees with this one's within a day has given \
+                 it out",
+                last_quorum_id.signed()
             )));
         }
         if self.job.is_some() && last_quorum_id > self.quorum_id {
