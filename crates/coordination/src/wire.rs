@@ -115,10 +115,15 @@ pub(crate) fn quorum_message(quorum: &Quorum, created: SystemTime) -> torchft::Q
     }
 }
 
+/// The epoch that a notice, a report or a vote names. One below 0 is none: nothing is over by it.
+pub(crate) fn epoch_of(number: i64) -> Epoch {
+    Epoch(u64::try_from(number).unwrap_or(0))
+}
+
 impl From<oxccl::AbortEpoch> for AbortEpoch {
     fn from(a: oxccl::AbortEpoch) -> Self {
         Self {
-            quorum_id: Epoch::of_signed(a.quorum_id),
+            quorum_id: epoch_of(a.quorum_id),
             reason: a.reason,
             departed: a.departed,
         }
@@ -206,14 +211,15 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
     type Error = Error;
 
     fn try_from(r: torchft::ManagerQuorumResponse) -> Result<Self> {
-        let number = |what: &str, n: i64| {
-            u32::try_from(n).map_err(|_| {
-                Error::new(
-                    ErrorKind::Protocol,
-                    format!("the manager server sent {what} = {n}"),
-                )
-            })
+        let wrong = |what: &str, n: i64| {
+            Error::new(
+                ErrorKind::Protocol,
+                format!("the manager server sent {what} = {n}"),
+            )
         };
+        let number = |what: &str, n: i64| u32::try_from(n).map_err(|_| wrong(what, n));
+        let epoch = u64::try_from(r.quorum_id).map(Epoch);
+        let epoch = epoch.map_err(|_| wrong("quorum_id", r.quorum_id))?;
         let sources = r.recover_sources.into_iter().map(|s| {
             Ok(RecoverySource {
                 replica_rank: number("recover_sources", s.replica_rank)?,
@@ -222,7 +228,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             })
         });
         let mut result = Self {
-            quorum_id: Epoch::of_signed(r.quorum_id),
+            quorum_id: epoch,
             replica_rank: number("replica_rank", r.replica_rank)?,
             replica_world_size: number("replica_world_size", r.replica_world_size)?,
             store_address: r.store_address,
@@ -533,7 +539,25 @@ mod tests {
     }
 
     #[test]
-    fn ranks_outside_their_range_are_protocol_errors() {
+    fn ranks_and_epochs_outside_their_range_are_protocol_errors() {
+        let r = torchft::ManagerQuorumResponse {
+            quorum_id: -1,
+            replica_world_size: 1,
+            ..torchft::ManagerQuorumResponse::default()
+        };
+        assert_eq!(QuorumResult::try_from(r).unwrap_err().kind(), ErrorKind::Protocol);
+        let over = |quorum_id| {
+            let notice = oxccl::AbortEpoch {
+                quorum_id,
+                ..oxccl::AbortEpoch::default()
+            };
+            AbortEpoch::from(notice).quorum_id
+        };
+        assert_eq!(
+            [-1, 7].map(over),
+            [Epoch(0), Epoch(7)],
+            "a notice of none ends nothing"
+        );
         for (replica_rank, world) in [(-1, 2), (2, 2), (1 << 40, 2), (0, -1)] {
             let r = torchft::ManagerQuorumResponse {
                 replica_rank,
@@ -567,7 +591,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_member_and_a_result_survive_the_wire(
-            ids in prop::collection::vec("[a-z:]{1,8}", 1..4), step: i64, last: i64, lineage in "[a-z]{0,4}",
+            ids in prop::collection::vec("[a-z:]{1,8}", 1..4), step: i64, last in 0..=i64::MAX, lineage in "[a-z]{0,4}",
             rank in 0u32..4, optional in prop::option::of(0u32..9), incarnation in "[a-z]{0,3}", flag: bool,
         ) {
             let member = Member {

@@ -158,10 +158,6 @@ impl Search {
         cancel: &Cancel,
     ) -> Result<()> {
         let epoch = answer.quorum_id;
-        if epoch.signed() < 0 {
-            let text = format!("quorum id {} is negative", epoch.signed());
-            return Err(Error::new(ErrorKind::Protocol, text));
-        }
         if let Some(store) = &self.store {
             store.begin_epoch(epoch);
         }

@@ -18,7 +18,7 @@ use crate::clock::deadline_in;
 use crate::manager::RankCounts;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, joining_code, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, epoch_of, joining_code, oxccl, torchft};
 use protocol::{Joining, QuorumResult};
 
 /// What a rank says when it asks for a quorum.
@@ -459,7 +459,7 @@ async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank:
                 while let Ok(Some(event)) = events.message().await {
                     let event = match event.event {
                         Some(oxccl::manager_event::Event::AbortEpoch(a)) => PushEvent::AbortEpoch {
-                            quorum_id: Epoch::of_signed(a.quorum_id),
+                            quorum_id: epoch_of(a.quorum_id),
                             reason: a.reason,
                             departed: a.departed,
                         },

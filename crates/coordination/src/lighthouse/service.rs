@@ -24,7 +24,8 @@ use crate::serve::answer::{Answer, Answers, Asked, asked, message};
 use crate::serve::members::{by_the_operator, in_the_name_of, speaks_for};
 use crate::serve::{Line, Report};
 use crate::wire::{
-    MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, order_of, oxccl, status_of, torchft,
+    MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, epoch_of, grpc_timeout, order_of, oxccl, status_of,
+    torchft,
 };
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{MAX_ID_BYTES, Member};
@@ -369,7 +370,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         tracing::debug!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
         let event = Event::Report {
             replica_id,
-            quorum_id: Epoch::of_signed(quorum_id),
+            quorum_id: epoch_of(quorum_id),
             reason,
         };
         let told = self.answering()?.tell(event).await;

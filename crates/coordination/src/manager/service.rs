@@ -7,7 +7,7 @@ use axum::Router;
 use axum::http::header;
 use axum::response::IntoResponse;
 use axum::routing::get;
-use ftcore::{Epoch, Error, Step};
+use ftcore::{Error, Step};
 use identity::name_of;
 use tokio::sync::oneshot;
 use tonic::service::Routes;
@@ -23,7 +23,7 @@ use crate::lighthouse::operator_only;
 use crate::serve::members::{caller, in_the_name_of};
 use crate::serve::unknown;
 use crate::wire::{
-    MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, joining, oxccl, rank, status_of, torchft,
+    MAX_MESSAGE_BYTES, answer_by, bounded, epoch_of, grpc_timeout, joining, oxccl, rank, status_of, torchft,
 };
 use protocol::commit::VoteKey;
 use protocol::gather::RankRequest;
@@ -111,7 +111,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 init_sync: r.init_sync,
                 commit_failures: r.commit_failures,
                 lineage: r.lineage,
-                last_quorum_id: Epoch::of_signed(r.last_quorum_id),
+                last_quorum_id: epoch_of(r.last_quorum_id),
                 healed: r.healed,
                 question: r.question,
                 batches_committed: r.batches_committed,
@@ -174,7 +174,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
             self.counts.tell(rank, self.world_size, counts.into());
         }
         let key = VoteKey {
-            quorum_id: Epoch::of_signed(r.quorum_id),
+            quorum_id: epoch_of(r.quorum_id),
             step: Step(r.step),
             attempt: r.attempt,
         };
@@ -280,7 +280,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         count(&self.counts.reports);
         self.tell(ReplicaEvent::Reported {
             rank,
-            quorum_id: Epoch::of_signed(r.quorum_id),
+            quorum_id: epoch_of(r.quorum_id),
             reason: cut(&r.reason).to_string(),
         });
         let deadline = timeout
@@ -293,7 +293,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
             .map(|s| cut(&s).to_string())
             .collect();
         self.uplink
-            .report(Epoch::of_signed(r.quorum_id), reason, suspects, deadline)
+            .report(epoch_of(r.quorum_id), reason, suspects, deadline)
             .await
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(oxccl::ReportResponse {}))

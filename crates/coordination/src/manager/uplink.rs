@@ -161,7 +161,7 @@ impl Uplink {
             shrink_only: request.shrink_only,
             commit_failures: request.commit_failures,
             lineage: request.lineage,
-            last_quorum_id: request.last_quorum_id.max(Epoch(0)),
+            last_quorum_id: request.last_quorum_id,
             last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
             batches_committed: request.batches_committed,
