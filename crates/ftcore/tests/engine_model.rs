@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{Channel, Driver, Ended, Engine, Job, Label, Place, Rules, Ticket};
 use ftcore::flight_recorder::Summary;
 use ftcore::lifecycle::Engine as _;
-use ftcore::{Collective, Completion, Error, ErrorKind, OpKind, Result, Status, deadline_in};
+use ftcore::{Collective, Completion, Epoch, Error, ErrorKind, OpKind, Result, Status, deadline_in};
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
 
@@ -20,7 +20,7 @@ const MESSAGES: u32 = 2;
 const PLACE: Place = Place {
     rank: 0,
     world: 2,
-    epoch: 1,
+    epoch: Epoch(1),
 };
 
 /// A collective, or a message in a channel of its own.
