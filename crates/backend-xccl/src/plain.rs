@@ -4,6 +4,7 @@
 //! Every call blocks its thread until all ranks have made it, for ever if one never does. Use [`XcclGroup`](crate::XcclGroup)
 //! for anything else.
 
+use ftcore::peers::Meeting;
 use ftcore::{Configuration, DType, Device, DeviceKind, Error, Result};
 use oneccl_sys::Flavour;
 pub use oneccl_sys::RedOp;
@@ -16,7 +17,12 @@ use crate::{probe, rendezvous, xpu};
 
 /// A communicator and nothing else. One rank per process.
 #[derive(Debug)]
-pub struct Plain(Link);
+pub struct Plain(
+    Link,
+    /// Its end would tell the others, which may still be making the communicator, that this rank is gone.
+    #[expect(dead_code, reason = "it stands as long as this does")]
+    Meeting,
+);
 
 /// True if oneCCL has `dtype` itself.
 pub fn is_native(dtype: DType) -> bool {
@@ -41,10 +47,10 @@ impl Plain {
         };
         let terms = Settings::default().terms(library);
         let complete = move |made| Comms::complete(made, side.as_ref());
-        let (comms, _) = rendezvous::connect(configuration, &terms, library, complete)?;
+        let (comms, meeting) = rendezvous::connect(configuration, &terms, library, complete)?;
         match comms.collectives.comm() {
             None => Err(Error::invalid("a world of one has no communicator")),
-            Some(_) => Ok(Self(comms.collectives)),
+            Some(_) => Ok(Self(comms.collectives, meeting)),
         }
     }
 
