@@ -25,13 +25,13 @@ pub struct Epoch(pub u64);
 pub struct Step(pub i64);
 
 impl Epoch {
-    /// Of the signed number by which torchft's protocol and written states know an epoch. One below 0, which no lighthouse gives, becomes larger
-    /// than all that one gives, and back [what it was](Self::signed).
+    /// The epoch that torchft's protocol and written states hold as this signed number. One below 0, which no lighthouse gives, becomes larger
+    /// than every epoch that one gives; [`signed`](Self::signed) gives the same number back.
     pub fn of_signed(number: i64) -> Self {
         Self(number.cast_unsigned())
     }
 
-    /// The signed number of it.
+    /// The number as torchft's protocol and written states hold it.
     pub fn signed(self) -> i64 {
         self.0.cast_signed()
     }

@@ -13,9 +13,9 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 const GIVES_WAY: u32 = 30;
 /// How often the library is asked for asynchronous errors while operations are in flight.
 const ASK_EVERY: Duration = Duration::from_millis(5);
-/// How long what another rank has said of a failure may be on its way when the library reports one: a rank tells the others before its library
-/// ends their connections, so what it said is the cause and what the library reports the effect.
-const WORD: Duration = Duration::from_millis(250);
+/// How long another rank's failure notice may be on its way when the library reports an error. A rank sends its notice before its library ends
+/// their connections: the notice has the cause, and what the library reports is the effect.
+const GRACE: Duration = Duration::from_millis(250);
 
 /// What an operation needs on the device besides its tensors. Dropped when the device has let go of it, and never before.
 pub trait Scratch: Send + 'static {
@@ -271,7 +271,7 @@ impl<D: Driver> Shared<D> {
                 asked = Instant::now();
                 if let Some(error) = ask() {
                     let watching = |table: &mut Table<D>| table.phase == Phase::Watching;
-                    let waited = self.changed.wait_timeout_while(self.lock(), WORD, watching);
+                    let waited = self.changed.wait_timeout_while(self.lock(), GRACE, watching);
                     let (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
                     let engine = table.operations.first().map(|o| o.ticket.engine().clone());
                     drop(table);
