@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ def _live(body: str, log: str, arguments: list[str], environment: dict[str, str]
     for number, path in ((1, log), (2, f"{log}.err")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     faulthandler.enable()
+    gc.freeze()
     os.environ.update(environment)
     sys.argv = ["-c", *arguments]
     exec(compile(body, "replica", "exec"), {"__name__": "__main__"})

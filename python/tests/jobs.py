@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ LIMIT = 120.0
 
 
 PRELOAD = ["numpy", "ml_dtypes", "pytest", "oxccl"]
+# A rank computes on one thread.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # Ranks are forked off a process that has imported what takes its time, and made no group.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(PRELOAD)
@@ -116,6 +119,8 @@ def _rank(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
+    # What was imported before the fork stays: nobody need look through it for garbage.
+    gc.freeze()
     try:
         world = start(address, rank=rank, world_size=ranks, **options)
         value = body(world, *arguments)

@@ -15,9 +15,10 @@ import jobs
 if importlib.util.find_spec("torch") is None:
     pytest.skip(os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"), allow_module_level=True)
 
-jobs.FORKS.set_forkserver_preload(
-    [*jobs.PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "oxccl.torch", "oxccl.ft"]
-)
+# The first step of an optimizer imports `_dynamo`, which takes longer than the rest of a test.
+TORCH = ["_dynamo", "distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "distributed.checkpoint", "distributed.fsdp", "distributed.optim"]
+TORCH += ["distributed.pipelining", "distributed.tensor.parallel", "utils.data"]
+jobs.FORKS.set_forkserver_preload([*jobs.PRELOAD, *(f"torch.{name}" for name in TORCH), "oxccl.torch", "oxccl.ft"])
 
 
 def start(address: str, *, rank: int, world_size: int, backend: str) -> Any:

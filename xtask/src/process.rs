@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
 const MARK: &str = "OXCCL_XTASK_RUN";
 /// How often a caller hears that a long child still runs, on a terminal.
@@ -47,6 +47,8 @@ pub(crate) enum Ended {
 pub(crate) struct Finished {
     pub(crate) ended: Ended,
     pub(crate) took: Duration,
+    /// Processor time of it and of its descendants, but for those that nobody waited for.
+    pub(crate) used: Duration,
     mark: String,
 }
 
@@ -116,7 +118,10 @@ pub(crate) fn run(
     let (tell, ended) = mpsc::channel();
     thread::Builder::new()
         .name("ox-wait".to_owned())
-        .spawn(move || tell.send(child.wait()))
+        .spawn(move || {
+            let used = used_when_it_ends(pid).unwrap_or_default();
+            tell.send(child.wait().map(|status| (status, used)))
+        })
         .context("no thread to wait for the child")?;
     let deadline = started + limit;
     let mut killed = None;
@@ -130,11 +135,12 @@ pub(crate) fn run(
         let wait = if killed.is_some() { BEAT } else { left.min(pause) };
         match ended.recv_timeout(wait) {
             Ok(status) => {
-                let status = status.with_context(|| format!("waiting for {what}"))?;
+                let (status, used) = status.with_context(|| format!("waiting for {what}"))?;
                 let ended = killed.map_or(Ended::Exited(status), |killed| Ended::Expired { killed });
                 return Ok(Finished {
                     ended,
                     took: started.elapsed(),
+                    used,
                     mark,
                 });
             }
@@ -150,6 +156,13 @@ pub(crate) fn run(
             }
         }
     }
+}
+
+/// Waits until the child has ended, and leaves it to be waited for; what it used by then.
+fn used_when_it_ends(pid: i32) -> Option<Duration> {
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(Pid::from_raw(pid)?), options) {}
+    parse_used(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
 /// `1.2 s`, `75 s`, `12 min 5 s`.
@@ -257,6 +270,15 @@ fn parse_stat(stat: &str) -> Option<(char, i32)> {
     Some((state, fields.next()?.parse().ok()?))
 }
 
+/// The processor time in `/proc/PID/stat`, that of the children waited for included.
+fn parse_used(stat: &str) -> Option<Duration> {
+    /// Hundredths of a second, on every Linux that Rust runs on.
+    const TICK: Duration = Duration::from_millis(10);
+    let fields = stat.get(stat.rfind(')')? + 1..)?.split_whitespace();
+    let ticks: Vec<u32> = fields.skip(11).take(4).map_while(|f| f.parse().ok()).collect();
+    (ticks.len() == 4).then(|| TICK * ticks.iter().sum())
+}
+
 fn name_of(pid: i32) -> String {
     fs::read_to_string(format!("/proc/{pid}/comm"))
         .map_or_else(|_| "?".to_owned(), |n| n.trim_end().to_owned())
@@ -341,6 +363,22 @@ mod tests {
         assert_eq!(parse_stat("12 (a) b) S 4 12 12 0"), Some(('S', 4)));
         assert_eq!(parse_stat("12 (sleep) Z 1 0"), Some(('Z', 1)));
         assert_eq!(parse_stat("nonsense"), None);
+    }
+
+    #[test]
+    fn what_a_child_and_its_children_used_is_known() {
+        let stat = "12 (a) b) S 4 12 12 0 -1 4194304 100 0 0 0 150 50 30 20 20 0 1 0 5";
+        assert_eq!(parse_used(stat), Some(Duration::from_millis(2500)));
+        assert_eq!(parse_used("12 (sleep) Z 1 0"), None);
+        // A quarter of a second of computing, in a child of the child.
+        let mut command = shell("i=0; (while [ $i -lt 300000 ]; do i=$((i+1)); done); true");
+        let done = run(&mut command, Duration::from_secs(60), Output::Inherit, |_| {}).unwrap();
+        assert!(
+            done.used > Duration::from_millis(20),
+            "{:?} of {:?}",
+            done.used,
+            done.took
+        );
     }
 
     #[test]

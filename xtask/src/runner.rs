@@ -96,6 +96,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
         probed: Mutex::default(),
         counts: Mutex::new(Counts::default()),
         failed: Mutex::default(),
+        used: Mutex::default(),
         is_built: OnceLock::new(),
         progress: OnceLock::new(),
     };
@@ -112,6 +113,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     for line in lock(&matrix.failed).iter() {
         println!("{line}");
     }
+    println!("the rows used {} of processor time", seconds(*lock(&matrix.used)));
     println!("{counts}");
     Ok(counts.failed == 0)
 }
@@ -143,6 +145,8 @@ struct Matrix<'a> {
     counts: Mutex<Counts>,
     /// What the failed rows said, in short.
     failed: Mutex<Vec<String>>,
+    /// Processor time of all rows.
+    used: Mutex<Duration>,
     /// Set once everything that rows share is built.
     is_built: OnceLock<()>,
     /// Of several rows.
@@ -221,12 +225,14 @@ impl Matrix<'_> {
     /// Runs one row, from the probe to its line.
     fn run(&self, row: &Row) {
         let started = Instant::now();
+        let mut used = Duration::ZERO;
         let verdict = match self.probe(row) {
-            Ok(environment) => self
-                .execute(row, &environment)
-                .unwrap_or_else(|e| Verdict::Failed {
-                    why: format!("{e:#}"),
-                }),
+            Ok(environment) => {
+                self.execute(row, &environment, &mut used)
+                    .unwrap_or_else(|e| Verdict::Failed {
+                        why: format!("{e:#}"),
+                    })
+            }
             Err(skip) => Verdict::Skipped(skip),
         };
         let verdict = enforce(verdict, row, &self.args.require, &self.args.require_installable);
@@ -237,7 +243,8 @@ impl Matrix<'_> {
         let is_usual = !self.args.long && self.delays.is_none();
         let passed = is_usual && matches!(verdict, Verdict::Passed { .. });
         let progress = self.progress.get().and_then(|p| p.ended(row.name, took, passed));
-        report(row, &verdict, took, &log, progress.as_deref());
+        *lock(&self.used) += used;
+        report(row, &verdict, (took, used), &log, progress.as_deref());
         if let Verdict::Failed { why } = &verdict {
             let mut failed = lock(&self.failed);
             failed.push(format!("FAIL  {}  {why}", row.name));
@@ -252,10 +259,10 @@ impl Matrix<'_> {
         counts.add(&verdict);
     }
 
-    /// Builds and runs one row.
-    fn execute(&self, row: &Row, environment: &Environment) -> Result<Verdict> {
+    /// Builds and runs one row; adds what its tests used to `used`.
+    fn execute(&self, row: &Row, environment: &Environment, used: &mut Duration) -> Result<Verdict> {
         if matches!(row.run, Run::Python) {
-            return self.execute_python(row);
+            return self.execute_python(row, used);
         }
         let long = self.args.long;
         let log = log_path(&self.logs, row);
@@ -298,6 +305,7 @@ impl Matrix<'_> {
                 String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
                     .into_owned();
             fs::remove_file(&part).context("cannot remove the partial log")?;
+            *used += finished.used;
             tally.add(Tally::parse(&text));
             printed.push_str(&text);
             if !finished.is_success() {
@@ -314,13 +322,14 @@ impl Matrix<'_> {
     }
 
     /// Builds, installs and checks the Python package.
-    fn execute_python(&self, row: &Row) -> Result<Verdict> {
+    fn execute_python(&self, row: &Row, used: &mut Duration) -> Result<Verdict> {
         let log = log_path(&self.logs, row);
         let (build, check) = python::steps(&self.metadata.workspace_root, &self.metadata.target_directory)?;
         for mut step in build {
             let finished = process::run(&mut step.command, BUILD_LIMIT, Output::Log(&log), |time| {
                 beat(row.name, "builds", time)
             })?;
+            *used += finished.used;
             if !finished.is_success() {
                 let why = format!("{}: {}", step.name, finished.describe());
                 return Ok(Verdict::Failed { why });
@@ -340,6 +349,7 @@ impl Matrix<'_> {
             let text =
                 String::from_utf8_lossy(&fs::read(&part).context("cannot read the output")?).into_owned();
             fs::remove_file(&part).context("cannot remove the partial log")?;
+            *used += finished.used;
             printed.push_str(&format!("---- {} ----\n{text}", step.name));
             if !finished.is_success() {
                 wrong.push(format!("{}: {}", step.name, finished.describe()));
@@ -483,9 +493,15 @@ fn beat(name: &str, does: &str, time: Duration) {
 }
 
 /// Says how a row ended, and how far the run is by then.
-fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path, progress: Option<&str>) {
+fn report(
+    row: &Row,
+    verdict: &Verdict,
+    (time, used): (Duration, Duration),
+    log: &Path,
+    progress: Option<&str>,
+) {
     let name = row.name;
-    let time = seconds(time);
+    let (time, used) = (seconds(time), seconds(used));
     let progress = progress.map_or(String::new(), |told| format!("  ({told})"));
     match verdict {
         Verdict::Passed { tests, ignored } => {
@@ -494,7 +510,9 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path, progress: Op
             } else {
                 String::new()
             };
-            println!("pass  {name:<20} {time:>12}  {tests} tests{ignored}{progress}");
+            println!(
+                "pass  {name:<20} {time:>12}  {tests} tests{ignored}, {used} of processor time{progress}"
+            );
         }
         Verdict::Skipped(skip) => println!("skip  {name:<20} {time:>12}  {skip}"),
         Verdict::Failed { why } => {

@@ -494,7 +494,7 @@ fn quick_frame(
     if !same || !out.has_room()? {
         return Ok(None);
     }
-    copy(tensor.bytes_mut(), inbox.payload(payload))?;
+    copy(false, tensor.bytes_mut(), inbox.payload(payload))?;
     if tensor.dtype() == DType::Bool {
         crate::kernels::canonical_bools(tensor.bytes_mut());
     }

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use ftcore::{Collective, Completer, DType, Error, ErrorKind, Result, copy_bytes};
+use ftcore::{Collective, Completer, DType, Error, ErrorKind, Result};
 
 use super::{Batch, Messages, Posted, Sent, Way, lost};
+use crate::transfer::{self, STREAM_FROM};
 use crate::wire::Control;
 
 /// The message behind an offer, or a piece of one: up to two runs of bytes, since a ring wraps.
@@ -21,12 +22,12 @@ pub(crate) struct Begun {
     pub(crate) received: bool,
 }
 
-/// Both runs, to the beginning of `into`, which is long enough.
-pub(crate) fn copy(into: &mut [u8], from: Runs<'_>) -> Result<()> {
+/// Both runs, to the beginning of `into`, which is long enough; past the caches if it is part of something large.
+pub(crate) fn copy(large: bool, into: &mut [u8], from: Runs<'_>) -> Result<()> {
     let [first, second] = from;
     let (head, tail) = into.split_at_mut_checked(first.len()).ok_or_else(lost)?;
-    copy_bytes(head, first);
-    copy_bytes(tail.get_mut(..second.len()).ok_or_else(lost)?, second);
+    transfer::copy(large, head, first);
+    transfer::copy(large, tail.get_mut(..second.len()).ok_or_else(lost)?, second);
     Ok(())
 }
 
@@ -118,7 +119,7 @@ impl Messages {
             .get_mut(&posted.batch)
             .and_then(|b| b.tensors.get_mut(posted.index))
             .ok_or_else(lost)?;
-        copy(tensor.bytes_mut(), bytes)?;
+        copy(false, tensor.bytes_mut(), bytes)?;
         if tensor.dtype() == DType::Bool {
             crate::kernels::canonical_bools(tensor.bytes_mut());
         }
@@ -164,8 +165,9 @@ impl Messages {
                 "sends {length} bytes of a message of which {room} are missing"
             ));
         }
+        let large = tensor.byte_len() >= STREAM_FROM;
         let into = tensor.bytes_mut().get_mut(arriving.done..).ok_or_else(lost)?;
-        copy(into, bytes)?;
+        copy(large, into, bytes)?;
         arriving.done += length;
         if arriving.done < tensor.byte_len() {
             return Ok(());

@@ -1,7 +1,7 @@
 //! One copy for everything that moves tensors through memory: rings, tensors shared with a child, buckets.
 
-/// Shorter copies are `memcpy`'s.
-const COPY_FROM: usize = 1024;
+/// Shorter copies are `memcpy`'s, which takes vectors for them too.
+const COPY_FROM: usize = 2048;
 
 /// As `to.copy_from_slice(from)` (the shorter length counts), in vectors. From 2 KiB on glibc's `memcpy` is one
 /// `rep movsb` where the processor says that it is fast at that, and AMD's Zen 3 and 4 are three to ten times as slow at
@@ -36,9 +36,9 @@ pub fn copy_bytes(to: &mut [u8], from: &[u8]) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use std::arch::x86_64::{
-        __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm512_loadu_si512, _mm512_storeu_si512,
-    };
+    //! In instructions of their own: where the compiler sees all of a loop of loads and stores, it takes it for a `memcpy` and calls that.
+
+    use std::arch::asm;
 
     const LINE: usize = 64;
 
@@ -60,12 +60,19 @@ mod x86 {
     #[target_feature(enable = "avx2")]
     pub(super) fn copy_256(to: &mut [u8], from: &[u8]) {
         for (to, from) in lines(to, from) {
-            let (to, from) = (to.as_mut_ptr().cast::<__m256i>(), from.as_ptr().cast::<__m256i>());
             // SAFETY: both point to 64 bytes; nothing is asked of their alignment.
             unsafe {
-                let (low, high) = (_mm256_loadu_si256(from), _mm256_loadu_si256(from.add(1)));
-                _mm256_storeu_si256(to, low);
-                _mm256_storeu_si256(to.add(1), high);
+                asm!(
+                    "vmovups {low}, [{from}]",
+                    "vmovups {high}, [{from} + 32]",
+                    "vmovups [{to}], {low}",
+                    "vmovups [{to} + 32], {high}",
+                    low = out(ymm_reg) _,
+                    high = out(ymm_reg) _,
+                    from = in(reg) from.as_ptr(),
+                    to = in(reg) to.as_mut_ptr(),
+                    options(nostack, preserves_flags),
+                );
             }
         }
     }
@@ -75,7 +82,16 @@ mod x86 {
     pub(super) fn copy_512(to: &mut [u8], from: &[u8]) {
         for (to, from) in lines(to, from) {
             // SAFETY: both point to 64 bytes; nothing is asked of their alignment.
-            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_loadu_si512(from.as_ptr().cast())) };
+            unsafe {
+                asm!(
+                    "vmovups {line}, [{from}]",
+                    "vmovups [{to}], {line}",
+                    line = out(zmm_reg) _,
+                    from = in(reg) from.as_ptr(),
+                    to = in(reg) to.as_mut_ptr(),
+                    options(nostack, preserves_flags),
+                );
+            }
         }
     }
 }
