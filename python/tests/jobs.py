@@ -119,7 +119,7 @@ def _rank(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    # What was imported before the fork stays: nobody need look through it for garbage.
+    # What was imported before the fork stays: no collection need look through it.
     gc.freeze()
     try:
         world = start(address, rank=rank, world_size=ranks, **options)

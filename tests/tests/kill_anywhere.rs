@@ -19,7 +19,7 @@ use oxccl_tests::{Said, Worker};
 const WORKER: &str = env!("CARGO_BIN_EXE_worker");
 
 /// Steps from one kill to the next, at least.
-const PACE: i64 = 120;
+const PACE: i64 = 60;
 
 /// A generous limit on silence: a hang shows as this, not as an endless test.
 const SILENCE: Duration = Duration::from_secs(40);
@@ -194,7 +194,7 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
     let replicas = 3;
     let lighthouse = lighthouse(replicas);
     // Far more steps than the kills can take, so that no replica finishes while others still have to heal.
-    let rounds = kills * PACE + 200;
+    let rounds = kills * PACE + 300;
     let mut dice = Dice(seed);
     let mut c = Campaign::new(mode, replicas, rounds, lighthouse.address());
     c.listen("the first commit of all", |c, _, _| {

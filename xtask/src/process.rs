@@ -47,7 +47,7 @@ pub(crate) enum Ended {
 pub(crate) struct Finished {
     pub(crate) ended: Ended,
     pub(crate) took: Duration,
-    /// Processor time of it and of its descendants, but for those that nobody waited for.
+    /// Processor time of it and of its descendants, but for those that no parent waited for.
     pub(crate) used: Duration,
     mark: String,
 }
