@@ -15,7 +15,7 @@ import jobs
 if importlib.util.find_spec("torch") is None:
     pytest.skip(os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"), allow_module_level=True)
 
-# The first step of an optimizer imports `_dynamo`, which takes longer than the rest of a test.
+# The first optimizer that is made imports `_dynamo`, which takes longer than the rest of a test.
 TORCH = ["_dynamo", "distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "distributed.checkpoint", "distributed.fsdp", "distributed.optim"]
 TORCH += ["distributed.pipelining", "distributed.tensor.parallel", "utils.data"]
 jobs.FORKS.set_forkserver_preload([*jobs.PRELOAD, *(f"torch.{name}" for name in TORCH), "oxccl.torch", "oxccl.ft"])

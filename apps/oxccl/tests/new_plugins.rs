@@ -173,6 +173,8 @@ fn the_documented_commands_make_a_plugin_in_rust_that_passes_as_it_is() {
             command
                 .args(more)
                 .env("CARGO_TARGET_DIR", &target)
+                // What it brings is built for a few seconds of tests.
+                .env("CARGO_PROFILE_DEV_DEBUG", "0")
                 .current_dir(folder);
             command
         })

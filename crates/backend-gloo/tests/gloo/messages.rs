@@ -38,12 +38,15 @@ const LENGTHS: [usize; 19] = [
     262_145, 1_048_576, 1_048_577, 3_000_001,
 ];
 
+/// Received with stores of its own.
+const PAST_THE_CACHES: usize = (8 << 20) + 13;
+
 #[test]
 fn blocking_messages_of_any_length_go_to_and_fro_with_their_source() {
     for transport in ["shm", "tcp", "mixed"] {
         with_groups_over(transport, 2, |rank, group| {
             for round in 0..3u32 {
-                for n in LENGTHS {
+                for n in LENGTHS.into_iter().chain((round == 0).then_some(PAST_THE_CACHES)) {
                     let from = Some(0).filter(|_| round != 2);
                     if rank == 0 {
                         send(&group, Tensor::from_vec(content(0, n)), 1, round, soon()).unwrap();
