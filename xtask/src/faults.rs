@@ -179,6 +179,7 @@ const FAULTS: &[Fault] = &[
     ("nccl: the least of integers is the greatest", Row("nccl-standin"), &[("crates/backend-nccl/src/enqueue.rs", "ReduceOp::Min => Some((Extreme::Min, redop::MIN)),", "ReduceOp::Min => Some((Extreme::Min, redop::MAX)),")]),
     ("lighthouse: the end of an epoch that was never delivered is told", Tests("oxccl-coordination --lib -- simulation::tests::seeds"), &[("crates/coordination/src/lighthouse/actor.rs", "Action::Push { event, .. } if self.put_off == Some(event.quorum_id) => {}", "")]),
     ("lighthouse: who committed in an epoch that the others had left is refused", Tests("oxccl-protocol --lib -- generations"), &[("crates/protocol/src/quorum/arrivals.rs", "Some(_) if job.left_behind(member) => {", "Some(_) if false && job.left_behind(member) => {")]),
+    ("flight record: the environment is read when a group connects", Tests("ftcore --lib -- flight_recorder"), &[("crates/ftcore/src/flight_recorder.rs", "let length = environment::said().length;", "let length = environment::Said::now().length;")]),
     ("engine: a group has ended before every caller is told", Tests("ftcore --lib -- engine"), &[("crates/ftcore/src/engine/machine.rs", "self.ended |= (through || self.given_up) && self.all_told();", "self.ended |= through || self.given_up;")]),
     ("store's ranks compare: an operation that only one rank calls", Tests("ftcore"), &[("crates/ftcore/src/agreement.rs", "if sent != expected {", "if false && sent != expected {")]),
 ];

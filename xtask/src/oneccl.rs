@@ -1,9 +1,12 @@
-//! The real oneCCL for tests on host memory, without its gigabytes: two wheels from PyPI (pinned, hashes checked), of which
-//! three files are used.
+//! The real oneCCL for tests on host memory, without its gigabytes: three wheels from PyPI (pinned, hashes checked), of which
+//! five files are used.
 //!
 //! The wheel's own `libccl.so.1` wants SYCL and Intel's compiler libraries. But the plugin for host memory prefers one that
 //! lies in `ccl/cpu/lib` beside it, and the devel wheel has the CPU-only build as a static archive: it is linked into a shared
 //! library here. `wheels` fetches them and keeps the result.
+//!
+//! libfabric is the one that Intel ships, too. With its provider for TCP alone a process that joins a communicator uses half the processor time
+//! that it needs with Debian's, in which every provider starts and that of verbs reads the symbols of the whole kernel.
 
 use std::fmt;
 use std::fs;
@@ -33,12 +36,24 @@ const WHEELS: [Wheel; 2] = [
 ];
 const PLACE: Place<'_> = Place {
     folder: "oneccl-2022.2.0",
-    recipe: "1",
+    recipe: "2",
     notice: "oneCCL 2022.2.0: fetching its wheels (125 MB, once)",
 };
-/// What the library loads at run time, and the Debian packages that have it.
-const SYSTEM_LIBRARIES: [(&str, &str); 2] =
-    [("libfabric.so.1", "libfabric1"), ("libhwloc.so.15", "libhwloc15")];
+/// The newest that has libfabric, 2.4.0: later ones leave it to the system.
+const FABRIC_WHEEL: Wheel = Wheel {
+    name: "impi-rt",
+    version: "2021.18.1",
+    sha256: "51ca89c1e64e60d86a7d40a7d6124312ba63aafc03fb6aacc140b3c66371d814",
+};
+const FABRIC: Place<'_> = Place {
+    folder: "libfabric-2.4.0",
+    recipe: "1",
+    notice: "libfabric 2.4.0 for oneCCL: fetching the wheel that has it (129 MB, once)",
+};
+/// What is taken of it; a provider is found beside the library.
+const FABRIC_FILES: [&str; 3] = ["libfabric.so.1", "libtcp-fi.so", "LICENSE.impi-rt.txt"];
+/// What the library needs at run time besides, and the Debian package that has it.
+const SYSTEM_LIBRARIES: [(&str, &str); 1] = [("libhwloc.so.15", "libhwloc15")];
 
 const BUILD_LIMIT: Duration = Duration::from_secs(120);
 
@@ -148,7 +163,7 @@ fn missing_libraries(wanted: &[(&'static str, &'static str)]) -> Vec<&'static st
 }
 
 /// Installs what the loader does not know of `wanted`, each a library and the Debian package that has it.
-pub(crate) fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Result<(), NotHere> {
+fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Result<(), NotHere> {
     let packages = missing_libraries(wanted);
     if packages.is_empty() {
         return Ok(());
@@ -167,6 +182,27 @@ pub(crate) fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Resu
     }
 }
 
+/// Puts libfabric into the folder `to`, beside the library that loads it.
+pub(crate) fn add_fabric(to: &Path) -> Result<()> {
+    let from = wheels::make_once(&FABRIC, |fresh| {
+        let (work, log) = (fresh.join("work"), fresh.join("build.log"));
+        fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+        wheels::download(&[FABRIC_WHEEL], &work, &log)?;
+        let files = [
+            "/lib/libfabric.so.1=libfabric.so.1",
+            "/lib/libtcp-fi.so=libtcp-fi.so",
+            "/LICENSE.txt=LICENSE.impi-rt.txt",
+        ];
+        wheels::unpack(&work, FABRIC_WHEEL.name, fresh, &files, &log)?;
+        fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
+    })?;
+    for name in FABRIC_FILES {
+        fs::copy(from.join(name), to.join(name))
+            .with_context(|| format!("cannot copy {name} to {}", to.display()))?;
+    }
+    Ok(())
+}
+
 /// Makes everything in `fresh`; what is only needed on the way is removed at the end.
 fn build(fresh: &Path) -> Result<()> {
     let work = fresh.join("work");
@@ -183,6 +219,7 @@ fn build(fresh: &Path) -> Result<()> {
         "/licensing/license.txt=LICENSE.oneccl.txt",
     ];
     wheels::unpack(&work, "oneccl", &plugins, &files, &log)?;
+    add_fabric(&plugins)?;
     let files = ["/lib/ccl/cpu/lib/libccl.a=libccl.a"];
     wheels::unpack(&work, "oneccl-devel", &work, &files, &log)?;
     let (source, object) = (work.join("stubs.c"), work.join("stubs.o"));
@@ -213,10 +250,10 @@ mod tests {
     #[test]
     fn reasons_name_what_is_missing_and_what_to_do() {
         let libraries = NotHere::Libraries {
-            packages: vec!["libfabric1"],
+            packages: vec!["libhwloc15"],
             why: "only root can install them".to_owned(),
         };
-        assert!(libraries.to_string().contains("apt-get install libfabric1"));
+        assert!(libraries.to_string().contains("apt-get install libhwloc15"));
         let program = NotHere::Program {
             name: "g++",
             needed_for: "links the library",
@@ -225,9 +262,9 @@ mod tests {
     }
 
     #[test]
-    fn both_wheels_are_pinned_by_hash() {
+    fn the_wheels_are_pinned_by_hash() {
         assert_eq!(PLACE.folder, format!("oneccl-{VERSION}"));
-        for wheel in WHEELS {
+        for wheel in WHEELS.iter().chain([&FABRIC_WHEEL]) {
             let digits = wheel.sha256.bytes().all(|b| b.is_ascii_hexdigit());
             assert!(wheel.sha256.len() == 64 && digits, "{}", wheel.name);
         }

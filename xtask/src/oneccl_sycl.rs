@@ -104,11 +104,9 @@ const KEPT: [(&str, &[&str]); 6] = [
 ];
 const PLACE: Place<'_> = Place {
     folder: "oneccl-sycl-2022.1.2",
-    recipe: "2",
+    recipe: "3",
     notice: "oneCCL 2022.1.2 on SYCL: fetching its wheels and those of the SYCL and OpenCL runtimes (560 MB, once; 650 MB are kept)",
 };
-/// What is loaded at run time besides, and the Debian package that has it.
-const SYSTEM_LIBRARIES: [(&str, &str); 1] = [("libfabric.so.1", "libfabric1")];
 
 /// Why the libraries cannot be had here.
 #[derive(Debug)]
@@ -170,7 +168,6 @@ pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         return Err(NotHere::Base(oneccl::NotHere::Platform));
     }
-    oneccl::install_libraries(&SYSTEM_LIBRARIES).map_err(NotHere::Base)?;
     let failed = |error| NotHere::Failed { error };
     if let Some(folder) = wheels::found(&PLACE).map_err(failed)? {
         return Ok(folder);
@@ -198,6 +195,7 @@ fn build(fresh: &Path) -> Result<()> {
     }
     let interface = ["dpctl/libDPCTLSyclInterface.so=libDPCTLSyclInterface.so"];
     wheels::unpack(&work, DPCTL.name, &kept, &interface, &log)?;
+    oneccl::add_fabric(&kept)?;
     fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
 }
 

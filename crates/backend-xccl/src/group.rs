@@ -103,8 +103,10 @@ impl XcclGroup {
     pub fn new(name: impl Into<String>, options: GroupOptions) -> Result<Self> {
         let settings = Settings::new(options)?;
         let library = probe::library(Flavour::Host)?;
+        let group = Self::with(name.into(), library, settings);
+        // Last: what is read from the environment has been read.
         rendezvous::warm_up(library);
-        Ok(Self::with(name.into(), library, settings))
+        Ok(group)
     }
 
     fn with(name: String, library: &'static Library, settings: Settings) -> Self {

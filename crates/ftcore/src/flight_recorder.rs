@@ -9,6 +9,7 @@
 //! A record costs 60 to 90 ns, no lock and no allocation (docs/benchmarks/index.md): slots are atomics under a stamp, and a reader that
 //! sees a stamp change under it leaves that slot out.
 
+mod environment;
 mod files;
 mod json;
 mod ring;
@@ -18,38 +19,12 @@ mod ticks;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub(crate) use environment::read_environment;
 pub use files::{dump, dump_to, record_text};
 pub use ring::GroupRing;
 pub use summary::Summary;
 
 use crate::{Configuration, Error, ErrorKind};
-
-/// Operations that a ring holds unless `OXCCL_FLIGHT_RECORDER` says how many.
-const LENGTH: usize = 512;
-/// The most that may be asked for.
-const MAX_LENGTH: usize = 1 << 20;
-
-/// The length of each group's ring; 0 is off.
-fn length() -> usize {
-    static LENGTH_OF_RINGS: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
-    *LENGTH_OF_RINGS.get_or_init(|| asked(std::env::var("OXCCL_FLIGHT_RECORDER").ok().as_deref()))
-}
-
-fn asked(text: Option<&str>) -> usize {
-    match text.map(str::trim) {
-        None | Some("") => LENGTH,
-        Some(text) => match text.parse::<usize>() {
-            Ok(length) => length.min(MAX_LENGTH),
-            Err(_) => {
-                tracing::warn!(
-                    text,
-                    "OXCCL_FLIGHT_RECORDER is neither 0 (off) nor a number of operations; {LENGTH} are kept"
-                );
-                LENGTH
-            }
-        },
-    }
-}
 
 /// The recorder of one configuration of a group.
 #[derive(Debug)]
@@ -168,7 +143,7 @@ fn write_first(failure: Option<String>) {
 
 /// A ring for a new group; none if the recorder is off.
 pub(crate) fn ring() -> Option<Arc<GroupRing>> {
-    let length = length();
+    let length = environment::said().length;
     (length > 0).then(|| files::register(GroupRing::new(length)))
 }
 

@@ -86,6 +86,7 @@ enum Standing<E> {
 impl<E: Engine> Lifecycle<E> {
     /// Unconfigured, of the backend with this name. `name` is for messages until a configuration gives another.
     pub fn new(backend: impl Into<Arc<str>>, name: impl Into<Arc<str>>) -> Self {
+        flight_recorder::read_environment();
         Self {
             backend: backend.into(),
             state: Mutex::new(State {

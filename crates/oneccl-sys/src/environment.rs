@@ -6,6 +6,7 @@
 //! the launcher, or in a child process of `isolate`), nothing is written.
 
 use std::ffi::OsStr;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 /// Which memory a process works on. oneCCL chooses its plugin by an environment variable, so a process has one.
@@ -78,6 +79,19 @@ pub fn prepare(flavour: Flavour) -> Vec<&'static str> {
         set_if(ENV_CHOSEN, flavour.plugin(), |_| true);
     }
     written
+}
+
+/// Names the folder in which libfabric looks for its providers.
+const ENV_PROVIDERS: &str = "FI_PROVIDER_PATH";
+/// One that is in every folder of providers.
+const PROVIDER: &str = "libtcp-fi.so";
+
+/// Lets libfabric find its providers if they lie in `folder` beside oneCCL, as pip puts them, unless the user named a folder: it does not look
+/// where it lies itself, and some versions of oneCCL do not tell it.
+pub(crate) fn use_providers_in(folder: &Path) {
+    if let Some(name) = folder.to_str().filter(|_| folder.join(PROVIDER).is_file()) {
+        set_if_absent(ENV_PROVIDERS, name);
+    }
 }
 
 /// Lets oneCCL use the network interface `name`, unless the user chose one. `Err` has the variable and its value where

@@ -184,6 +184,9 @@ impl Library {
             });
         };
         environment::prepare(flavour);
+        if let Some(folder) = file.parent() {
+            environment::use_providers_in(folder);
+        }
         output::keep_out_of_stdout();
         Self::open_file(file, flavour).map_err(|e| match e {
             // The loader's path was the last resort: say where else it was looked for.

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
+use super::environment::said;
 use super::json;
 use super::ring::GroupRing;
 use super::ticks::unix_ns;
@@ -34,11 +35,6 @@ pub(super) fn register(ring: GroupRing) -> Arc<GroupRing> {
     ring
 }
 
-fn folder() -> Option<PathBuf> {
-    let folder = std::env::var_os("OXCCL_FLIGHT_RECORDER_DIR")?;
-    (!folder.is_empty()).then(|| folder.into())
-}
-
 /// The name of this process's file: a process that is started again under the same number gets another one.
 fn name(host: &str) -> String {
     static BEGAN: OnceLock<u64> = OnceLock::new();
@@ -66,14 +62,15 @@ fn host() -> String {
 pub fn record_text(why: &str) -> String {
     let rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let snapshots: Vec<_> = rings.iter().map(|ring| ring.snapshot()).collect();
-    json::write(&host(), why, &snapshots)
+    json::write(&host(), &said(), why, &snapshots)
 }
 
-/// Writes the record into the folder of `OXCCL_FLIGHT_RECORDER_DIR`, or the current one. The path of the file.
+/// Writes the record into the folder that `OXCCL_FLIGHT_RECORDER_DIR` named when a group was last made, or the current one. The path of the file.
 ///
 /// Errors: `Io`, with the path.
 pub fn dump(why: &str) -> Result<PathBuf> {
-    dump_to(&folder().unwrap_or_else(|| PathBuf::from(".")), why)
+    let folder = said().folder.clone();
+    dump_to(&folder.unwrap_or_else(|| PathBuf::from(".")), why)
 }
 
 /// Writes the record into `folder`, which is made if it is not there. Another record of this process is replaced. The path of the file.
@@ -99,7 +96,9 @@ const AGAIN: u8 = 2;
 /// A configuration has failed for the first time. Does not block: the file is written by a thread that the end of the process waits for.
 pub(super) fn after_failure(why: &str) {
     static STATE: AtomicU8 = AtomicU8::new(IDLE);
-    let Some(folder) = folder() else { return };
+    let Some(folder) = said().folder.clone() else {
+        return;
+    };
     if STATE.fetch_max(WRITES, Ordering::AcqRel) != IDLE {
         STATE.fetch_max(AGAIN, Ordering::AcqRel);
         return;

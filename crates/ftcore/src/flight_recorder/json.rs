@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::environment::Said;
 use super::ring::{Configured, Operation, Snapshot};
 use super::ticks::unix_ns;
 use crate::{OpKind, ReduceOp};
@@ -30,20 +31,16 @@ fn field(out: &mut String, name: &str, value: &str) {
 }
 
 /// The whole file.
-pub(super) fn write(host: &str, why: &str, groups: &[Snapshot]) -> String {
+pub(super) fn write(host: &str, said: &Said, why: &str, groups: &[Snapshot]) -> String {
     let mut out = String::new();
     let _ = write!(out, "{{\"format\":\"oxccl flight record\",\"version\":{VERSION}");
     field(&mut out, "host", host);
     let _ = write!(out, ",\"pid\":{}", std::process::id());
-    // The number that the launcher gave this process, where it gave one.
-    let rank = ["RANK", "OXCCL_RANK"]
-        .iter()
-        .find_map(|name| std::env::var(name).ok()?.parse::<u32>().ok());
-    if let Some(rank) = rank {
+    if let Some(rank) = said.rank {
         let _ = write!(out, ",\"rank\":{rank}");
     }
-    if let Ok(replica) = std::env::var("OXCCL_REPLICA") {
-        field(&mut out, "replica", &replica);
+    if let Some(replica) = &said.replica {
+        field(&mut out, "replica", replica);
     }
     field(&mut out, "why", why);
     let _ = write!(out, ",\"written_ns\":{},\"groups\":[", unix_ns());

@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
+use super::environment::{LENGTH, MAX_LENGTH, SAID, Said, asked};
 use super::ring::Snapshot;
 use super::*;
 use crate::engine::{Driver, Ended, Engine, Label, Place, Rules, Ticket};
@@ -342,6 +343,38 @@ fn an_operation_that_ends_before_its_turn_has_the_time_of_its_own_end() {
         panic!("{snapshot:?}")
     };
     assert!(two.ended <= one.ended, "{snapshot:?}");
+}
+
+/// oneCCL writes to the environment while an isolated group connects, and a process that reads it then may be ended by SIGSEGV. The variables are a
+/// process's, and what was read of them: a process of its own.
+#[test]
+fn the_environment_is_read_when_a_group_is_made_and_not_when_it_connects() {
+    const CHILD: &str = "OXCCL_TEST_RECORDER";
+    if std::env::var_os(CHILD).is_some() {
+        let group = Lifecycle::new("x", "g");
+        // The variable says that nothing is kept; what was read of it last shall say otherwise.
+        let read = SAID.lock().unwrap().take().unwrap();
+        assert_eq!(read.length, 0);
+        let said = Said {
+            length: 7,
+            ..Said::now()
+        };
+        *SAID.lock().unwrap() = Some(Arc::new(said));
+        let (engine, _tickets) = engine(1);
+        group.configure(configuration("g", 7), |_| Ok(engine)).unwrap();
+        assert!(group.ring().is_some());
+        println!("read once");
+        return;
+    }
+    let told = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture"])
+        .arg("flight_recorder::tests::the_environment_is_read_when_a_group_is_made_and_not_when_it_connects")
+        .env(CHILD, "1")
+        .env("OXCCL_FLIGHT_RECORDER", "0")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&told.stdout);
+    assert!(text.contains("read once"), "{told:?}");
 }
 
 /// An engine over other groups, which record what they carry out.
