@@ -23,14 +23,22 @@ pub(crate) const ROWS: &[Row] = &[
         Run::Python,
         minutes(25),
     )),
-    busy(row(
+    row(
         "integration",
         None,
         "integration tests of the crates and fixtures",
         nothing,
         INTEGRATION,
         minutes(15),
-    )),
+    ),
+    row(
+        "e2e",
+        None,
+        "cross-crate: real processes, real kills, hostile bytes, slow links between network namespaces",
+        loopback,
+        E2E,
+        minutes(15),
+    ),
     busy(row(
         "programs",
         None,
@@ -47,14 +55,6 @@ pub(crate) const ROWS: &[Row] = &[
         Run::Unit,
         minutes(10),
     )),
-    row(
-        "e2e",
-        None,
-        "cross-crate: real processes, real kills, hostile bytes",
-        loopback,
-        E2E,
-        minutes(15),
-    ),
     row(
         "doc",
         None,
@@ -455,7 +455,7 @@ pub(crate) const ROWS: &[Row] = &[
         suite("cuda-kernels-conformance", ""),
         minutes(10),
     ),
-    busy(row(
+    row(
         "hccl-standin",
         Some("plugin"),
         "the out-of-tree hccl plugin over a stand-in for Intel's libraries",
@@ -464,7 +464,7 @@ pub(crate) const ROWS: &[Row] = &[
             manifest: "plugins/hccl/Cargo.toml",
         },
         minutes(10),
-    )),
+    ),
     busy(row(
         "torchft",
         Some("torchft"),
@@ -549,11 +549,11 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(30),
     )),
     alone(row(
-        "deaths-and-links",
+        "deaths",
         None,
-        "how fast links carry and survivors hear: network namespaces, real kills",
+        "how soon survivors hear of real kills",
         loopback,
-        DEATHS_AND_LINKS,
+        DEATHS,
         minutes(10),
     )),
 ];
@@ -566,14 +566,13 @@ const CROSS_CRATE: &str = "oxccl-tests";
 /// The package of the training programs.
 const EXAMPLES: &str = "oxccl-examples";
 
-/// Those of its targets that measure.
-const MEASURE: [&str; 2] = ["gloo_kills", "links"];
+/// That of its targets that measures milliseconds.
+const DEATH: &str = "gloo_kills";
 
 const INTEGRATION: Run = Run::Integration(|package, _| package != CROSS_CRATE && package != EXAMPLES);
 const PROGRAMS: Run = Run::Integration(|package, _| package == EXAMPLES);
-const E2E: Run = Run::Integration(|package, target| package == CROSS_CRATE && !MEASURE.contains(&target));
-const DEATHS_AND_LINKS: Run =
-    Run::Integration(|package, target| package == CROSS_CRATE && MEASURE.contains(&target));
+const E2E: Run = Run::Integration(|package, target| package == CROSS_CRATE && target != DEATH);
+const DEATHS: Run = Run::Integration(|package, target| package == CROSS_CRATE && target == DEATH);
 
 /// The tests of the conformance suite `target` whose names contain `filter`.
 const fn suite(target: &'static str, filter: &'static str) -> Run {
@@ -1121,7 +1120,7 @@ mod tests {
                 {"name":"host","kind":["test"],"required-features":["host"]}],
                 "features":{"default":["all"],"all":["host"],"odd":[]}},
             {"name":"oxccl-tests","manifest_path":"/w/tests/Cargo.toml","dependencies":[],"targets":[
-                {"name":"kill","kind":["test"]},{"name":"links","kind":["test"]}]}]}"#;
+                {"name":"kill","kind":["test"]},{"name":"gloo_kills","kind":["test"]}]}]}"#;
         Metadata::parse(json.as_bytes()).unwrap()
     }
 
@@ -1212,10 +1211,7 @@ mod tests {
             calls.first().unwrap().select.join(" "),
             "--no-fail-fast --workspace --test kill"
         );
-        assert_eq!(
-            selected(&DEATHS_AND_LINKS),
-            "--no-fail-fast --workspace --test links"
-        );
+        assert_eq!(selected(&DEATHS), "--no-fail-fast --workspace --test gloo_kills");
     }
 
     #[test]

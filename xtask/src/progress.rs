@@ -17,7 +17,7 @@ const MEASURED: &[(&str, u64)] = &[
     ("integration", 315),
     ("programs", 524),
     ("unit", 126),
-    ("e2e", 130),
+    ("e2e", 240),
     ("doc", 27),
     ("registry-model", 67),
     ("engine-model", 34),
@@ -51,7 +51,7 @@ const MEASURED: &[(&str, u64)] = &[
     ("hccl-standin", 100),
     ("torchft", 61),
     ("etcd", 54),
-    ("deaths-and-links", 130),
+    ("deaths", 20),
 ];
 /// The others.
 const SHORT: Duration = Duration::from_secs(15);
@@ -188,7 +188,7 @@ mod tests {
         let logs = tempfile::tempdir().unwrap();
         let rows = rows(&["integration", "programs", "slurm"]);
         let progress = Progress::new(&rows, 4, logs.path());
-        assert_eq!(progress.plan(), "3 rows run, about 8 min");
+        assert_eq!(progress.plan(), "3 rows run, about 6 min");
         // Half as fast as expected.
         let said = progress.ended("integration", Duration::from_secs(630), true);
         assert_eq!(said.unwrap(), "1 of 3 rows, about 9 min left");

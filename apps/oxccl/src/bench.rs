@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use oxccl::core::registry::Backend;
 use oxccl::core::{
-    DType, DeviceKind, Error, ErrorKind, Feature, GroupOptions, Registry, Result, Store, TcpStore,
+    Cancel, DType, DeviceKind, Error, ErrorKind, Feature, GroupOptions, Registry, Result, Store, TcpStore,
     deadline_in, option_text,
 };
 use serde::Serialize;
@@ -369,7 +369,7 @@ pub(crate) fn rank(arguments: RankArguments) -> Result<ExitCode> {
     let store = TcpStore::connect(&arguments.store, deadline_in(measure::MEET))?;
     let store: Arc<dyn Store> = Arc::new(store);
     let group = ranks::group(&plan, arguments.rank)?;
-    measure::run(&plan, group.as_ref(), &store, arguments.rank)?;
+    measure::run(&plan, group.as_ref(), &store, arguments.rank, Cancel::default())?;
     Ok(ExitCode::SUCCESS)
 }
 

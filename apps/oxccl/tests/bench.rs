@@ -410,7 +410,11 @@ fn an_interrupt_ends_ranks_that_are_threads() {
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::INT).unwrap();
     let (code, err) = end(child);
     assert_eq!(code, Some(130), "{err}");
-    assert!(err.ends_with("oxccl bench: interrupted\n"), "{err}");
+    // Most likely before the ranks have met: that they are told is not lost.
+    assert!(
+        err.ends_with("oxccl bench: interrupted\n") && !err.contains("did not end"),
+        "{err}"
+    );
 }
 
 #[test]

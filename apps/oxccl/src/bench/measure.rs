@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oxccl::core::{
-    Accelerator, Collective, Configuration, Device, Epoch, Error, ErrorKind, OpKind, ProcessGroup,
+    Accelerator, Cancel, Collective, Configuration, Device, Epoch, Error, ErrorKind, OpKind, ProcessGroup,
     ProcessGroupExt, ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, accelerator, deadline_in,
 };
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -34,7 +34,13 @@ pub(super) fn key(row: usize, rank: u32) -> String {
 }
 
 /// Carries out `plan` as `rank`: one entry in the store per line, in order.
-pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>, rank: u32) -> Result<()> {
+pub(super) fn run(
+    plan: &Plan,
+    group: &dyn ProcessGroup,
+    store: &Arc<dyn Store>,
+    rank: u32,
+    cancel: Cancel,
+) -> Result<()> {
     if plan.bind {
         bind(rank)?;
     }
@@ -46,7 +52,7 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
         rank,
         world_size: plan.ranks,
         deadline: deadline_in(MEET),
-        cancel: Default::default(),
+        cancel,
     })?;
     let is = group.info();
     if (is.rank, is.world_size) != (rank, plan.ranks) {

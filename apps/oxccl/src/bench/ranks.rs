@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use oxccl::backend;
 use oxccl::core::{
-    Error, GroupOptions, InMemoryStore, ProcessGroup, Registry, Result, Store, TcpStore, TcpStoreServer,
-    deadline_in,
+    Cancel, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Registry, Result, Store, TcpStore,
+    TcpStoreServer, deadline_in,
 };
 use oxccl::isolate::{self, IsolateOptions};
 use oxccl_launch::BoundChild;
@@ -29,6 +29,8 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 enum Rank {
     Thread {
         group: Arc<dyn ProcessGroup>,
+        /// Ends it before its group is configured.
+        cancel: Cancel,
         thread: Option<JoinHandle<Result<()>>>,
     },
     Process(BoundChild),
@@ -84,18 +86,25 @@ impl Ranks {
         };
         for rank in 0..plan.ranks {
             let group = group(plan, rank)?;
+            let cancel = Cancel::default();
             let (plan, store, its_group) = (plan.clone(), store.clone(), group.clone());
+            let its_cancel = cancel.clone();
             let thread = std::thread::Builder::new()
                 .name(format!("ox-bench-{rank}"))
                 .spawn(move || {
-                    measure::run(&plan, its_group.as_ref(), &store, rank).inspect_err(|e| {
+                    measure::run(&plan, its_group.as_ref(), &store, rank, its_cancel).inspect_err(|e| {
                         // The others are not left waiting for it.
                         its_group.abort(&e.to_string());
                     })
                 })
                 .map_err(|e| Error::io(format!("start the thread of rank {rank}"), e))?;
             let thread = Some(thread);
-            this.ranks.push((rank, Rank::Thread { group, thread }));
+            let started = Rank::Thread {
+                group,
+                cancel,
+                thread,
+            };
+            this.ranks.push((rank, started));
         }
         Ok(this)
     }
@@ -225,7 +234,10 @@ impl Ranks {
 impl Rank {
     fn end(&mut self, why: &str) {
         match self {
-            Self::Thread { group, .. } => group.abort(why),
+            Self::Thread { group, cancel, .. } => {
+                cancel.cancel(Error::new(ErrorKind::Aborted, why));
+                group.abort(why);
+            }
             Self::Process(child) => {
                 if let Err(error) = child.kill() {
                     tracing::warn!(%error, "a rank could not be ended");
