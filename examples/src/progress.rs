@@ -28,12 +28,12 @@ struct View {
 }
 
 impl View {
-    fn message(&self, unit: &str) -> String {
+    fn message(&self) -> String {
         let loss = self
             .loss
             .map_or_else(|| "     -".into(), |loss| format!("{loss:.4}"));
         format!(
-            "loss {loss:>6}  {:>7} {unit}/s  quorum {}  {:>8}  {}",
+            "loss {loss:>6}  {:>7} tokens/s  quorum {}  {:>8}  {}",
             thousands(self.tokens_per_s.round() as u64),
             self.quorum,
             bytes(self.bytes_before + self.bytes),
@@ -56,7 +56,6 @@ pub struct Progress {
     screen: Screen,
     views: BTreeMap<u32, View>,
     inner_steps: u64,
-    unit: &'static str,
     ranks: u32,
     start_us: Option<u64>,
 }
@@ -90,16 +89,9 @@ impl Progress {
             screen,
             views: BTreeMap::new(),
             inner_steps,
-            unit: "tokens",
             ranks: 1,
             start_us: None,
         }
-    }
-
-    /// What the rate counts (`tokens` if not said).
-    #[must_use]
-    pub fn with_unit(self, unit: &'static str) -> Self {
-        Self { unit, ..self }
     }
 
     /// How many ranks a replica has (1 if not said). What its first rank reports stands for the replica.
@@ -311,7 +303,7 @@ impl Progress {
             "{stamp}  replica {replica}  step {:>5}/{}  {}",
             view.inner_step,
             self.inner_steps,
-            view.message(self.unit)
+            view.message()
         ));
     }
 
@@ -334,7 +326,7 @@ impl Progress {
             bar
         });
         bar.set_position(view.inner_step.min(self.inner_steps));
-        bar.set_message(view.message(self.unit));
+        bar.set_message(view.message());
     }
 }
 

@@ -97,13 +97,20 @@ struct Current {
     memory: Memory,
 }
 
+/// A channel's place at the desk.
+#[derive(Default)]
+struct Slot {
+    current: Option<Current>,
+    /// Counts its operations: both ends of a message have the same number for it.
+    turns: u64,
+    /// Of its thread, if that was given up.
+    stuck: Option<Stuck>,
+}
+
 #[derive(Default)]
 struct Desk {
-    current: BTreeMap<Channel, Current>,
-    /// Counts the operations of each channel: both ends of a message have the same number for it.
-    turns: BTreeMap<Channel, u64>,
-    /// Of threads that were given up.
-    stuck: BTreeMap<Channel, Stuck>,
+    /// They stay: a channel has one operation after the other.
+    slots: BTreeMap<Channel, Slot>,
     /// Nothing begins any more.
     closed: bool,
     comms: Option<Arc<Comms>>,
@@ -184,17 +191,18 @@ impl XcclDriver {
             current.ticket.refuse(ended(), current.memory.take());
             return None;
         };
-        desk.current.insert(id, current);
-        let turn = desk.turns.entry(id).or_default();
-        let number = *turn;
-        *turn += 1;
+        let slot = desk.slots.entry(id).or_default();
+        slot.current = Some(current);
+        let number = slot.turns;
+        slot.turns += 1;
         Some((number, comms))
     }
 
     /// Gives the addresses of the current operation's tensors to its executor. An error if it was taken away meanwhile.
     fn borrow(&self, id: Channel) -> Result<Lent> {
         let mut desk = self.desk();
-        let current = desk.current.get_mut(&id).ok_or_else(ended)?;
+        let slot = desk.slots.get_mut(&id);
+        let current = slot.and_then(|slot| slot.current.as_mut()).ok_or_else(ended)?;
         let tensors = std::mem::replace(&mut current.memory, Memory::Idle(Vec::new())).take();
         let (held, lent) = lend(tensors);
         current.memory = Memory::Lent(held);
@@ -204,8 +212,9 @@ impl XcclDriver {
     /// Takes the operation off the desk. `None` if it was taken away meanwhile, and its caller told.
     fn finish(&self, id: Channel) -> Option<Current> {
         let mut desk = self.desk();
-        desk.stuck.remove(&id);
-        desk.current.remove(&id)
+        let slot = desk.slots.get_mut(&id)?;
+        slot.stuck = None;
+        slot.current.take()
     }
 
     /// One operation, from its turn to its answer.
@@ -231,10 +240,10 @@ impl XcclDriver {
         let Some((number, comms)) = self.begin(id, current) else {
             return;
         };
-        let content = dtype.map_or(String::new(), |dtype| format!("{count} elements of {dtype}"));
+        let content = || dtype.map_or(String::new(), |dtype| format!("{count} elements of {dtype}"));
         let message = self.message(&recipe, number);
         let result = self
-            .meet(&recipe, message, number, record.as_ref(), &content, deadline)
+            .meet(&recipe, message, number, record.as_ref(), content, deadline)
             .and_then(|()| {
                 let link = match message {
                     Some(_) => comms.messages(),
@@ -303,7 +312,7 @@ impl XcclDriver {
         message: Option<Message>,
         number: u64,
         record: Option<&Record>,
-        content: &str,
+        content: impl Fn() -> String,
         deadline: Instant,
     ) -> Result<()> {
         let Some(agreement) = &self.agreement else {
@@ -319,7 +328,7 @@ impl XcclDriver {
             return self.peers.barrier(number, late);
         }
         match message {
-            Some(message) => agreement.meet(message, content, late, over),
+            Some(message) => agreement.meet(message, &content(), late, over),
             None if record.is_some() => agreement.compare(number, late, over),
             None => Ok(()),
         }
@@ -380,15 +389,17 @@ impl Driver for XcclDriver {
         let current = {
             let mut desk = self.desk();
             desk.closed = true;
-            let current = std::mem::take(&mut desk.current);
-            for (id, one) in &current {
-                if matches!(one.memory, Memory::Lent(_)) {
-                    desk.stuck.insert(*id, Stuck::begin());
+            let mut taken = Vec::new();
+            for slot in desk.slots.values_mut() {
+                let current = slot.current.take();
+                if matches!(&current, Some(one) if matches!(one.memory, Memory::Lent(_))) {
+                    slot.stuck = Some(Stuck::begin());
                 }
+                taken.extend(current);
             }
-            current
+            taken
         };
-        for one in current.into_values() {
+        for one in current {
             // Its memory is leaked and counted here, if a call has it.
             let tensors = one.memory.take();
             one.ticket.refuse(failure.clone(), tensors);
@@ -426,12 +437,16 @@ impl Driver for XcclDriver {
 
     fn waits_for(&self, label: &Label, stage: Stage) -> String {
         let id = Call::channel_of(label.kind, label.message.and_then(|(peer, _)| peer));
-        let in_call =
-            matches!(self.desk().current.get(&id), Some(one) if matches!(one.memory, Memory::Lent(_)));
+        let (in_call, begun) = {
+            let desk = self.desk();
+            let slot = desk.slots.get(&id);
+            let current = slot.and_then(|slot| slot.current.as_ref());
+            let in_call = current.is_some_and(|one| matches!(one.memory, Memory::Lent(_)));
+            (in_call, slot.map_or(0, |slot| slot.turns))
+        };
         match (stage, label.message) {
             (Stage::Entering | Stage::Running, None) if label.kind == OpKind::MonitoredBarrier => {
                 // The last one that has begun.
-                let begun = self.desk().turns.get(&id).copied().unwrap_or_default();
                 format!("waiting for {}", self.peers.awaited(begun.saturating_sub(1)))
             }
             (Stage::Queued, message) => {

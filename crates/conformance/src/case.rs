@@ -252,11 +252,6 @@ impl Rank {
             .barrier(&format!("meet/{name}"), self.world, self.soon())?)
     }
 
-    /// Waits until `count` ranks are here.
-    pub fn meet_of(&self, name: &str, count: u32) -> Outcome {
-        Ok(self.store.barrier(&format!("meet/{name}"), count, self.soon())?)
-    }
-
     /// Ends this process as a crash would. Only for cases that need [`Needs::RealProcesses`].
     pub fn die(&self) -> Outcome {
         let done = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

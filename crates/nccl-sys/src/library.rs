@@ -168,15 +168,6 @@ impl Library {
         })
     }
 
-    /// Opens that file.
-    pub fn open_at(path: &Path) -> Result<Self, OpenError> {
-        // SAFETY: as above.
-        let library = unsafe { libloading::Library::new(path) }.map_err(|e| OpenError::NotFound {
-            tried: format!("{}: {e}", path.display()),
-        })?;
-        Self::of(path.to_path_buf(), library)
-    }
-
     fn of(path: PathBuf, library: libloading::Library) -> Result<Self, OpenError> {
         let api = Api::load(&library);
         // Never closed, whatever comes: the library may have started threads.

@@ -83,13 +83,14 @@ pub fn prepare(flavour: Flavour) -> Vec<&'static str> {
 
 /// Names the folder in which libfabric looks for its providers.
 const ENV_PROVIDERS: &str = "FI_PROVIDER_PATH";
-/// One that is in every folder of providers.
-const PROVIDER: &str = "libtcp-fi.so";
+/// libfabric, and the provider that is in every folder of them.
+const WITH_PROVIDERS: [&str; 2] = ["libfabric.so.1", "libtcp-fi.so"];
 
-/// Lets libfabric find its providers if they lie in `folder` beside oneCCL, as pip puts them, unless the user named a folder: it does not look
+/// Lets libfabric find its providers if both lie in `folder` beside oneCCL, as pip puts them, unless the user named a folder: it does not look
 /// where it lies itself, and some versions of oneCCL do not tell it.
 pub(crate) fn use_providers_in(folder: &Path) {
-    if let Some(name) = folder.to_str().filter(|_| folder.join(PROVIDER).is_file()) {
+    let is_whole = WITH_PROVIDERS.iter().all(|name| folder.join(name).is_file());
+    if let Some(name) = folder.to_str().filter(|_| is_whole) {
         set_if_absent(ENV_PROVIDERS, name);
     }
 }
