@@ -1112,7 +1112,7 @@ mod tests {
                 {"name":"resume","kind":["test"]},{"name":"steps","kind":["test"]},{"name":"plot","kind":["example"]}]},
             {"name":"oxccl","manifest_path":"/w/crates/oxccl/Cargo.toml","dependencies":[],"targets":[
                 {"name":"ddp","kind":["example"]},{"name":"diloco","kind":["example"]}]},
-            {"name":"oxccl-cli","manifest_path":"/w/apps/oxccl/Cargo.toml","dependencies":[{"name":"oxccl","kind":null}],"targets":[
+            {"name":"oxccl-cli","manifest_path":"/w/apps/oxccl/Cargo.toml","dependencies":[{"name":"oxccl","req":"*","kind":null}],"targets":[
                 {"name":"examples","kind":["test"]}]},
             {"name":"backend-gloo","manifest_path":"/w/crates/backend-gloo/Cargo.toml","dependencies":[],"targets":[
                 {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]},

@@ -26,12 +26,16 @@ pub(crate) struct Package {
     pub(crate) targets: Vec<Target>,
     #[serde(default)]
     pub(crate) features: BTreeMap<String, Vec<String>>,
+    /// The registries that may have it; absent if any may.
+    pub(crate) publish: Option<Vec<String>>,
 }
 
 /// A declared dependency; `kind` is absent for a normal one, else `dev` or `build`.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Dependency {
     pub(crate) name: String,
+    /// The version that is asked for; `*` if any is.
+    pub(crate) req: String,
     pub(crate) kind: Option<String>,
 }
 
@@ -61,6 +65,13 @@ impl Package {
             }
         }
         target.required_features.iter().all(|f| on.contains(f.as_str()))
+    }
+
+    /// True if a registry may have it.
+    pub(crate) fn is_published(&self) -> bool {
+        self.publish
+            .as_ref()
+            .is_none_or(|registries| !registries.is_empty())
     }
 
     /// The package's folder.

@@ -199,6 +199,13 @@ fn check_package(package: &Package, members: &[&str]) -> Vec<String> {
                     show(there)
                 ));
             }
+            // A registry would take it for whatever crate of that name it has.
+            if matches!((own, place(target)), (Place::Floor(_), Some(Place::Around))) && dependency.req != "*"
+            {
+                texts.push(format!(
+                    "{name} must name {target}, which is not published, without a version"
+                ));
+            }
             continue;
         }
         for fence in FENCES {
@@ -259,7 +266,16 @@ mod tests {
         "oxccl-diloco",
         "oxccl-conformance",
         "oxccl",
+        "documents",
     ];
+
+    fn dependency(name: &str, kind: Option<&str>) -> Dependency {
+        Dependency {
+            name: name.to_owned(),
+            req: "*".to_owned(),
+            kind: kind.map(str::to_owned),
+        }
+    }
 
     fn package(name: &str, dependencies: &[(&str, Option<&str>)]) -> Package {
         Package {
@@ -267,13 +283,11 @@ mod tests {
             manifest_path: "Cargo.toml".into(),
             dependencies: dependencies
                 .iter()
-                .map(|(n, k)| Dependency {
-                    name: (*n).to_owned(),
-                    kind: k.map(str::to_owned),
-                })
+                .map(|(name, kind)| dependency(name, *kind))
                 .collect(),
             targets: Vec::new(),
             features: Default::default(),
+            publish: None,
         }
     }
 
@@ -288,10 +302,9 @@ mod tests {
                 package("oxccl-ddp", &[("oxccl-quant", None)]),
                 package("oxccl-quant", &[("ftcore", None)]),
             ];
-            packages[1].dependencies.extend(through.map(|name| Dependency {
-                name: name.to_owned(),
-                kind: kind.map(str::to_owned),
-            }));
+            packages[1]
+                .dependencies
+                .extend(through.map(|name| dependency(name, kind)));
             check_without(&packages, &packages[0])
         };
         assert_eq!(
@@ -342,6 +355,20 @@ mod tests {
         assert_eq!(findings("backend-gloo", &[("oxccl-conformance", None)]).len(), 1);
         assert!(findings("oxccl", &[("oxccl-conformance", None)]).is_empty());
         assert!(findings("oxccl-tests", &[("oxccl", None), ("oxccl-conformance", None)]).is_empty());
+    }
+
+    #[test]
+    fn what_is_not_published_has_no_version() {
+        let mut cli = package("oxccl-cli", &[("documents", Some("dev"))]);
+        assert!(check_package(&cli, MEMBERS).is_empty());
+        cli.dependencies[0].req = "^0.1.0".to_owned();
+        let texts = check_package(&cli, MEMBERS);
+        assert_eq!(
+            texts,
+            ["oxccl-cli must name documents, which is not published, without a version"]
+        );
+        cli.name = "xtask".to_owned();
+        assert!(check_package(&cli, MEMBERS).is_empty());
     }
 
     #[test]

@@ -151,7 +151,13 @@ fn simulate_by(
                 }
             }
         }
-        let before: Vec<[Vec<u8>; 3]> = ranks.iter().map(|r| r.buffers.clone()).collect();
+        // Copies of whole buffers, of the rounds that need them only.
+        let begins_early = |r: usize| matches!(&schedules[r].rounds[k..], [round, next, ..] if may_begin_early(&round.after, &next.sends, false));
+        let before: Vec<_> = ranks
+            .iter()
+            .enumerate()
+            .map(|(r, rank)| begins_early(r).then(|| rank.buffers.clone()))
+            .collect();
         for (r, schedule) in schedules.iter().enumerate() {
             for v in &schedule.rounds[k].recvs {
                 let at = wire
@@ -182,9 +188,13 @@ fn simulate_by(
         }
         assert!(wire.is_empty(), "every send has its receive in the same round");
         for (r, schedule) in schedules.iter().enumerate() {
-            let landed = ranks[r].buffers.clone();
+            let early = before[r]
+                .as_ref()
+                .map(|before| (before, ranks[r].buffers.clone()));
             ranks[r].local(&schedule.rounds[k].after);
-            check_early(&schedule.rounds[k..], &before[r], &landed, &ranks[r].buffers);
+            if let Some((before, landed)) = early {
+                check_early(&schedule.rounds[k..], before, &landed, &ranks[r].buffers);
+            }
         }
     }
     let all: BTreeSet<u32> = (0..world as u32).collect();
@@ -197,12 +207,9 @@ fn simulate_by(
 /// What the next round may send before this one is over is what it sends in the end, however much has landed by then.
 fn check_early(rounds: &[Round], before: &[Vec<u8>; 3], landed: &[Vec<u8>; 3], after: &[Vec<u8>; 3]) {
     let [round, next, ..] = rounds else { return };
-    if !may_begin_early(&round.after, &next.sends, false) {
-        return;
-    }
+    let mut now = before.clone();
     for share in 0..4 {
         let so_far = |v: &Recv| v.into.len() * share / 3 / ELEMENT * ELEMENT;
-        let mut now = before.clone();
         for v in &round.recvs {
             let (at, range) = (index(v.into.buffer), v.into.range.clone());
             let range = range.start..range.start + so_far(v);
@@ -221,9 +228,9 @@ fn check_early(rounds: &[Round], before: &[Vec<u8>; 3], landed: &[Vec<u8>; 3], a
 }
 
 fn values(rank: usize, count: usize) -> Vec<u8> {
-    (0..count)
-        .flat_map(|i| ((rank as i64 + 1) * 1_000_003 + i as i64 * 7 + 1).to_ne_bytes())
-        .collect()
+    let value = |i| (rank as i64 + 1) * 1_000_003 + i as i64 * 7 + 1;
+    let all: Vec<[u8; ELEMENT]> = (0..count).map(|i| value(i).to_ne_bytes()).collect();
+    all.into_flattened()
 }
 
 fn sum_of(world: usize, count: usize) -> Vec<u8> {

@@ -108,7 +108,7 @@ fn ranks_that_do_not_trust_each_other_do_not_meet_and_say_which_side_lacks_what(
             let of_first = store.clone();
             scope.spawn(move || {
                 let mut c = configuration(&of_first, 1, 0, 2);
-                c.deadline = deadline_in(Duration::from_secs(4));
+                c.deadline = deadline_in(Duration::from_secs(3));
                 let group = group_with(transport, first.map(PathBuf::as_path));
                 let e = group.configure(c).unwrap_err();
                 // A stranger's failure is not its own: it waits for rank 1, and says whom it turned away.

@@ -84,11 +84,10 @@ fn ranks_that_disagree_about_the_world_fail_on_both_sides_naming_both() {
 #[test]
 fn ranks_that_cannot_meet_over_the_transport_asked_for_fail_naming_each_other() {
     // (rank 0, rank 1): one insists on shared memory, the other has none.
-    for (first, second) in [("shm", "tcp"), ("tcp", "shm")] {
-        let store = store();
-        std::thread::scope(|scope| {
-            for (rank, transport) in [(0u32, first), (1, second)] {
-                let store = &store;
+    let stores = [store(), store()];
+    std::thread::scope(|scope| {
+        for (ranks, store) in [["shm", "tcp"], ["tcp", "shm"]].iter().zip(&stores) {
+            for (rank, &transport) in (0u32..).zip(ranks) {
                 scope.spawn(move || {
                     let mut c = configuration(store, 1, rank, 2);
                     c.deadline = deadline_in(Duration::from_secs(2));
@@ -105,8 +104,8 @@ fn ranks_that_cannot_meet_over_the_transport_asked_for_fail_naming_each_other() 
                     }
                 });
             }
-        });
-    }
+        }
+    });
 }
 
 #[test]

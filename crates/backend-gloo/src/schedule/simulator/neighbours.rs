@@ -31,8 +31,9 @@ fn all_gather_and_reduce_scatter_by(block: usize, lengths: &[usize]) {
     let inputs: Vec<_> = (0..n).map(|r| values(r, total / ELEMENT)).collect();
     let outputs: Vec<_> = lengths.iter().map(|&l| vec![0; l]).collect();
     let own: Vec<u32> = (0..world).map(|r| r % 2).collect();
+    let sum = sum_of(n, total / ELEMENT);
     for (r, rank) in simulate(&schedules, &inputs, &outputs, &own).iter().enumerate() {
-        assert_eq!(rank.buffers[1], sum_of(n, total / ELEMENT)[parts[r].clone()]);
+        assert_eq!(rank.buffers[1], sum[parts[r].clone()]);
         assert_eq!(rank.counts[schedules[r].result.unwrap()], own.iter().sum::<u32>());
         assert_eq!(
             schedules[r].scratch, 0,
