@@ -5,7 +5,7 @@ use std::os::fd::IntoRawFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use oxccl::core::{self, Error, Result, Status};
+use oxccl::core::{self, Error, Result, Status, Tensor};
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -28,7 +28,7 @@ pub(crate) struct Work {
     outcome: Mutex<Option<Outcome>>,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Outcome {
     source: Option<u32>,
 }
@@ -56,21 +56,26 @@ impl Work {
         }
     }
 
+    /// What it gave, noted for later, and the tensors: the first time.
+    fn take(&self, ended: &Result<()>) -> Result<Vec<Tensor>> {
+        let mut outcome = self.outcome();
+        if outcome.is_some() {
+            return Ok(Vec::new());
+        }
+        let (source, tensors) = match ended {
+            Ok(()) => self.work.take().map(|given| (given.source, given.tensors))?,
+            Err(_) => (None, self.work.recover()),
+        };
+        *outcome = Some(Outcome { source });
+        Ok(tensors)
+    }
+
     /// Gives the tensors back, once it has ended.
     fn settle(&self, py: Python<'_>, ended: Result<()>) -> PyResult<()> {
-        let mut outcome = self.outcome();
-        if outcome.is_none() {
-            let mut found = Outcome::default();
-            if ended.is_ok() {
-                let completion = self.work.take().map_err(|e| errors::raise(py, &self.named(e)))?;
-                found.source = completion.source;
-                drop_attached(py, completion);
-            } else {
-                drop_attached(py, self.work.recover());
-            }
-            *outcome = Some(found);
-        }
-        drop(outcome);
+        // Not under the lock: to give back memory can run the finalizer of whatever owns it, during which other threads have the interpreter, and one
+        // of them may want the outcome.
+        let tensors = self.take(&ended).map_err(|e| errors::raise(py, &self.named(e)))?;
+        drop_attached(py, tensors);
         ended.map_err(|e| errors::raise(py, &self.named(e)))
     }
 }
@@ -161,8 +166,13 @@ impl Work {
     fn _done_descriptor(&self, py: Python<'_>) -> PyResult<i32> {
         process::is_at_home(self.born, "the group").or_raise(py)?;
         let (read, mut write) = std::io::pipe()?;
+        // Who no longer waits closes the descriptor; a pipe without a reader would end programs that leave SIGPIPE as the system has it.
+        let reader = read.try_clone()?;
         // A thread of the group writes, without the interpreter.
-        self.work.on_complete(move |_| drop(write.write_all(&[1])));
+        self.work.on_complete(move |_| {
+            drop(write.write_all(&[1]));
+            drop(reader);
+        });
         Ok(read.into_raw_fd())
     }
 

@@ -178,3 +178,37 @@ def test_a_sampler_deals_all_samples_to_all_ranks() -> None:
     assert sorted(sample for part in dealt for sample in part) == data
     assert dealt[3] == [3, 9, 15, 21]
     assert list(ft.DistributedSampler(data, replica_rank=1, num_replica_groups=2, shuffle=False)) == data[1::2]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_gradient_that_comes_in_parts_within_one_pass_is_refused(use_reentrant: bool) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from oxccl import ft
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+        def forward(self, x: Any) -> Any:
+            for _ in range(2):
+                x = checkpoint(self.block, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    with oxccl.Lighthouse() as lighthouse, ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+        net = Twice()
+        model = ft.DistributedDataParallel(manager, net)
+        manager.start_quorum()
+        loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+        if use_reentrant:
+            with pytest.raises(oxccl.Unsupported, match="use_reentrant=False"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert manager.should_commit()
+            alone = Twice()
+            alone.load_state_dict(net.state_dict())
+            alone(torch.ones(1, 2, requires_grad=True)).sum().backward()
+            assert torch.equal(net.block.weight.grad, alone.block.weight.grad)

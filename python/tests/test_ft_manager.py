@@ -206,6 +206,68 @@ def test_a_state_that_is_refused_ends_the_replica_and_says_why() -> None:
         assert good.error is None
 
 
+def test_a_state_that_was_taken_over_in_part_is_not_trained_on() -> None:
+    import torch
+
+    from oxccl import ft
+
+    model = torch.zeros(3)
+    is_full = False
+
+    def load(x: Any) -> None:
+        model.copy_(x)
+        if is_full:
+            raise MemoryError("no room for the optimizer")
+
+    with oxccl.Lighthouse(min_replicas=1, initial_replicas=2) as lighthouse:
+        other = Replica("a", lighthouse.address, 1.0, 1 << 30)
+        other.daemon = True
+        other.start()
+
+        def step(manager: ft.Manager) -> None:
+            manager.start_quorum()
+            manager.allreduce(torch.zeros(3)).wait()
+            manager.should_commit()
+
+        def make() -> ft.Manager:
+            return ft.Manager(None, load, lambda: model, replica_id="b", lighthouse_addr=lighthouse.address, quorum_timeout=30, timeout=10)
+
+        with make() as manager:
+            while manager.current_step() < 2:
+                step(manager)
+            saved = manager.state_dict()
+        # It comes back from its checkpoint, and is behind.
+        seen, deadline = len(other.seen), time.monotonic() + ftjobs.LIMIT
+        while len(other.seen) < seen + 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        is_full = True
+        manager = make()
+        manager.load_state_dict(saved)
+        with pytest.raises(oxccl.Error, match=r"of no step \(MemoryError: no room for the optimizer\)") as raised:
+            for _ in range(5):
+                step(manager)
+        assert raised.value.kind == "InvalidState"
+        manager.shutdown()
+        other.steps = 0
+        other.join(ftjobs.LIMIT)
+        assert other.error is None
+
+
+def test_a_future_without_failure_ends_also_where_no_error_can_count() -> None:
+    import torch
+
+    from oxccl import ft
+
+    with oxccl.Lighthouse() as lighthouse:
+        manager = ft.Manager(lighthouse_addr=lighthouse.address)
+        failing: Any = torch.futures.Future()
+        wrapped = manager.wrap_future(failing, 7)
+        manager.shutdown()
+        failing.set_exception(RuntimeError("late"))
+        assert wrapped.done()
+        assert wrapped.value() == 7
+
+
 def test_arguments_are_refused_with_a_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:
     from oxccl import ft
 

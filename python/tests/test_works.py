@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import oxccl
-from jobs import run
+from jobs import ends, run, script
 
 
 def waits_with_a_time_out(world: oxccl.World) -> None:
@@ -156,3 +157,48 @@ def is_dropped(world: oxccl.World) -> None:
 
 def test_works_that_are_dropped_run_to_their_ends() -> None:
     run(2, is_dropped)
+
+
+def test_the_end_of_an_owner_may_ask_the_operation_that_had_its_memory(tmp_path: Path) -> None:
+    body = """
+import weakref
+world = init()
+inside, asked = threading.Event(), threading.Event()
+def final():
+    inside.set()
+    print("asked" if asked.wait(20) else "not asked")
+x = np.ones(3)
+weakref.finalize(x, final)
+work = world.all_reduce(x, async_op=True)
+del x
+def ask():
+    inside.wait(20)
+    work.source
+    asked.set()
+asking = threading.Thread(target=ask)
+asking.start()
+work.wait()
+asking.join()
+"""
+    [ended] = ends(script(body, 1, tmp_path), timeout=60)
+    assert ended[:2] == (0, "asked\n"), ended
+
+
+def test_an_operation_that_ends_after_its_await_was_given_up_spares_a_program_that_leaves_sigpipe_alone(tmp_path: Path) -> None:
+    body = """
+import asyncio
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+world = init()
+work = world.recv(np.zeros(2), 1 - rank, 1, async_op=True)
+async def main():
+    try:
+        await asyncio.wait_for(work, 0.05)
+    except asyncio.TimeoutError:
+        print("given up")
+asyncio.run(main())
+world.barrier()
+world.send(np.ones(2), 1 - rank, 1)
+work.wait(60)
+world.barrier()
+"""
+    assert [(status, out) for status, out, _ in ends(script(body, 2, tmp_path))] == [(0, "given up\n")] * 2

@@ -1,6 +1,6 @@
 //! LocalSGD, DiLoCo and Streaming DiLoCo over a replica, on parameters that Python lends.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use oxccl::core::{Error, ErrorKind, Result};
 use oxccl::diloco::{Diloco, DilocoConfig, FragmentPlan, OuterOptimizer, RoundReport, TensorParameters};
@@ -76,6 +76,14 @@ fn outer(kind: &str, lr: f32, momentum: f32) -> Result<OuterOptimizer> {
     }
 }
 
+/// The run, if no other call has it: one that was interrupted goes on, and one that asks for the state waits for the caller's own code.
+fn free(run: &Mutex<Run>) -> Result<MutexGuard<'_, Run>> {
+    run.try_lock().map_err(|_| {
+        let text = "another call of this run is still under way: one thread drives it, and a call that was interrupted goes on for a while";
+        Error::new(ErrorKind::InvalidState, text)
+    })
+}
+
 impl PyDiloco {
     fn rounds(
         &self,
@@ -96,13 +104,7 @@ impl PyDiloco {
     ) -> PyResult<T> {
         self.core.is_at_home().or_raise(py)?;
         let run = self.run.clone();
-        let call = move |state: &mut dyn State| {
-            let mut run = run.try_lock().map_err(|_| {
-                let text = "another call of this run is still under way: one thread drives it, and a call that was interrupted goes on for a while";
-                Error::new(ErrorKind::InvalidState, text)
-            })?;
-            call(&mut run, state)
-        };
+        let call = move |state: &mut dyn State| call(&mut *free(&run)?, state);
         let found = states::run(py, states, || self.core.interrupt(), call)?;
         self.core.configured();
         Ok(found)
@@ -176,14 +178,14 @@ impl PyDiloco {
     /// After every inner step: begins and finishes the rounds that are due.
     fn after_inner_step(&self, py: Python<'_>, states: &Bound<'_, PyAny>) -> PyResult<Vec<Round>> {
         self.core.is_at_home().or_raise(py)?;
-        let quick = self.run.try_lock().is_ok_and(|run| !run.next_step_syncs());
-        if !quick {
-            return self.rounds(py, states, |run, state| run.after_inner_step(state));
+        if let Ok(mut run) = self.run.try_lock()
+            && !run.next_step_syncs()
+        {
+            // It only counts, and asks nothing of the state.
+            let reports = run.after_inner_step(&mut ()).or_raise(py)?;
+            return Ok(reports.into_iter().map(Round::from).collect());
         }
-        // It only counts, and asks nothing of the state.
-        let mut run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
-        let reports = run.after_inner_step(&mut Counting).or_raise(py)?;
-        Ok(reports.into_iter().map(Round::from).collect())
+        self.rounds(py, states, |run, state| run.after_inner_step(state))
     }
 
     /// A closing round without data, in which who is behind heals; then leaves. All replicas call it after the same round.
@@ -248,35 +250,6 @@ impl PyDiloco {
     /// A hash over the global parameters, equal on all replicas of the same step.
     fn global_hash(&self, py: Python<'_>) -> PyResult<String> {
         self.core.is_at_home().or_raise(py)?;
-        detached(py, || {
-            let run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
-            run.global_hash()
-        })
-        .or_raise(py)
-    }
-
-    /// The number of rounds that have committed, the first synchronisation included.
-    #[getter]
-    fn step(&self) -> i64 {
-        self.run.lock().unwrap_or_else(PoisonError::into_inner).step().0
-    }
-}
-
-/// The state in a call that does not ask for it.
-struct Counting;
-
-impl State for Counting {
-    fn save(&self, _: &mut oxccl::checkpoint::StateDict) -> Result<()> {
-        Err(Error::new(
-            ErrorKind::Internal,
-            "a step that does not synchronise asked for the state",
-        ))
-    }
-
-    fn load(&mut self, _: &oxccl::checkpoint::StateDict) -> Result<()> {
-        Err(Error::new(
-            ErrorKind::Internal,
-            "a step that does not synchronise brought a state",
-        ))
+        detached(py, || free(&self.run)?.global_hash()).or_raise(py)
     }
 }

@@ -130,8 +130,14 @@ fn answer<R>(
         Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
         Err(error) => {
             let text = format!("the training state: {}", error.value(py));
+            // The state is of no step: no quorum is asked for with it.
+            let kind = error.value(py).getattr(intern!(py, "kind"));
+            let kind = match kind.is_ok_and(|kind| kind.eq("InvalidState").unwrap_or(false)) {
+                true => ErrorKind::InvalidState,
+                false => ErrorKind::InvalidArgument,
+            };
             failure.get_or_insert(error);
-            Err(Error::invalid(text))
+            Err(Error::new(kind, text))
         }
     };
     // The call may have ended meanwhile.

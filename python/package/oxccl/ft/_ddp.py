@@ -83,6 +83,7 @@ class DistributedDataParallel(nn.Module):
         self._home = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
         self._next = 0
         self._is_running = False
+        self._seen: set[Any] = set()
         self._syncs = True
         self._versions: list[int] = []
         for p in self._home:
@@ -111,10 +112,17 @@ class DistributedDataParallel(nn.Module):
             raise oxccl.Unsupported("a gradient is sparse; dense ones are averaged: make the embedding with sparse=False")
         if not self._is_running:
             self._is_running = True
+            self._seen.clear()
             self._next = 0
             for bucket in self._buckets:
                 bucket.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+        if p in self._seen:
+            # Its first part may be on its way already, and the average would take the place of the rest.
+            raise oxccl.Unsupported(
+                "a parameter got its gradient twice in one backward pass, as with torch.utils.checkpoint(use_reentrant=True): use use_reentrant=False"
+            )
+        self._seen.add(p)
         bucket, n = self._home[p]
         bucket.views[0][n].copy_(p.grad)
         bucket.missing -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 import warnings
@@ -52,6 +53,16 @@ class States:
         self.functions: dict[str, tuple[LoadFn, SaveFn]] = {}
         self.meshes: list[Any] = []
         """Those whose `DTensor`s travel."""
+        self._torn: BaseException | None = None
+        """What ended a load in the middle."""
+
+    def check(self) -> None:
+        """Raises if a state was taken over in part: no step has such a state, so that it may neither be trained on nor travel."""
+        if self._torn is not None:
+            why = f"{type(self._torn).__name__}: {self._torn}"
+            error = oxccl.Error(f"this replica's state was written in part only and is of no step ({why}): start the replica again, so that it heals")
+            error.kind = "InvalidState"
+            raise error from self._torn
 
     def save(self) -> tuple[list[_state.Memory], str]:
         """Called on the training thread when another replica heals from this one."""
@@ -61,13 +72,18 @@ class States:
 
     def load(self, tensors: list[_state.Loaded], tree: str) -> None:
         """Called on the training thread when this replica heals."""
+        self.check()
         found = _state.decode(tensors, tree, allow_pickle=self.allow_pickle, meshes=self.meshes)
         if found.keys() != self.functions.keys():
             theirs, ours = sorted(found.keys() - self.functions.keys()), sorted(self.functions.keys() - found.keys())
             raise ValueError(f"the parts of the state differ: only there {theirs}, only here {ours}; all replicas register the same keys")
         with torch.no_grad():
-            for key, (load, _) in self.functions.items():
-                load(found[key])
+            try:
+                for key, (load, _) in self.functions.items():
+                    load(found[key])
+            except BaseException as error:
+                self._torn = error
+                raise
 
 
 class Manager:
@@ -213,8 +229,10 @@ class Manager:
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: Time | None = None) -> None:
         """Agrees on who takes part in the step. With `use_async_quorum` it returns at once, where it may.
 
-        Raises `oxccl.Timeout` or another `oxccl.Error` if no quorum came about; it may be called again then.
+        Raises `oxccl.Timeout` or another `oxccl.Error` if no quorum came about; it may be called again then. One of kind ``InvalidState`` after a
+        state that was taken over in part.
         """
+        self._states.check()
         if not allow_heal:
             raise ValueError("allow_heal=False: a replica that is behind always heals here, since a step of an older state would not count")
         self._is_begun = False
@@ -316,7 +334,9 @@ class Manager:
             try:
                 value = ended.value()
             except Exception as error:
-                self.report_error(error)
+                # Refused while a call of the manager's waits, and after its end: then there is no vote that it could count in.
+                with contextlib.suppress(oxccl.Error):
+                    self.report_error(error)
                 value = default
             done.set_result(value)
 
