@@ -93,8 +93,6 @@ struct List {
     backends: Vec<Entry>,
     conflicts: Vec<Conflict>,
     plugins: Vec<Plugin>,
-    /// Other names: (alias, the backend that it means).
-    aliases: std::collections::BTreeMap<String, String>,
     defaults: std::collections::BTreeMap<String, String>,
 }
 
@@ -211,7 +209,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             })
             .collect(),
         plugins,
-        aliases: registry.aliases().into_iter().collect(),
         defaults: defaults
             .iter()
             .map(|(device, name)| (device.to_string(), name.to_string()))
@@ -488,9 +485,6 @@ fn table(list: &List, all: bool) -> String {
             show(&c.winner),
             show(&c.loser)
         );
-    }
-    for (alias, name) in &list.aliases {
-        let _ = writeln!(text, "alias: {alias} is {name}");
     }
     let defaults: Vec<String> = list.defaults.iter().map(|(d, n)| format!("{d}:{n}")).collect();
     let _ = writeln!(text, "defaults: {}", defaults.join(", "));

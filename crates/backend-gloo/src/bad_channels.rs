@@ -247,3 +247,34 @@ fn what_a_neighbour_wrote_while_its_ring_was_being_read_counts_although_its_leav
     group.abort("over");
     receive.wait(soon()).unwrap_err();
 }
+
+#[test]
+fn tensors_that_were_submitted_beside_a_receive_that_does_not_fit_come_back() {
+    let (group, mut neighbour) = connected();
+    let (shared, _) = group.ready(&ftcore::SubmitOptions::by(soon())).unwrap();
+    // This thread drives the messages.
+    let mut channels = shared.lock().channels.take().unwrap();
+    let receive = |tag| group.recv(Tensor::zeros(DType::U8, 8), 1, tag).unwrap();
+    let other = receive(5);
+    let offer = Control {
+        a: 3,
+        ..frame(ControlKind::Offer, 9, 1000)
+    };
+    write(&mut neighbour, &[(offer, 0)]);
+    channels.turn(&shared).unwrap();
+    // The offer waits. What it does not fit is taken together with what comes after.
+    let works = [other, receive(3), receive(6), receive(3)];
+    let error = channels.turn(&shared).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+    channels.failure = Some(error);
+    shared.give_back_channels(channels, Taken::Caller);
+    for (work, at) in works.iter().zip(0..) {
+        let error = work.wait(soon()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "receive {at}: {error}");
+        assert_eq!(
+            work.recover().len(),
+            1,
+            "the tensor of receive {at} did not come back"
+        );
+    }
+}

@@ -257,10 +257,15 @@ impl Channels {
         // Before the rings: what a rank wrote before it went is there to be read.
         self.take_in(shared);
         let mut moved = false;
+        let mut failed = None;
         for s in shared.take_messages() {
             moved = true;
-            self.submit(s)?;
+            // The first one that fails ends the group, and its end gives back the tensors of all that are in here.
+            if let Err(error) = self.submit(s) {
+                failed.get_or_insert(error);
+            }
         }
+        failed.map_or(Ok(()), Err)?;
         for rank in 0..self.place.world {
             let heard = self.read(rank).map_err(|e| self.blame(rank, e))?;
             if let Some(end) = self.ends.get_mut(rank as usize) {
@@ -442,6 +447,17 @@ impl Channels {
                 _ => {}
             }
         }
+    }
+
+    /// All connections, with the hand that reads.
+    pub(crate) fn into_links(self) -> impl Iterator<Item = Link> {
+        self.inboxes
+            .into_iter()
+            .flatten()
+            .filter_map(|inbox| match inbox {
+                Inbox::Local(_) => None,
+                Inbox::Remote(inbox) => Some(inbox.link),
+            })
     }
 
     /// Reads what is not wanted any more, before the connections close.

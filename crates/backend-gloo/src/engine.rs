@@ -82,11 +82,10 @@ impl Engine {
             End::Left(reason) => {
                 tracing::debug!(rank = self.shared.place.rank, epoch = %self.shared.place.epoch, %reason, "leaving");
                 self.tell(ControlKind::Leave, 0, u32::MAX, self.shared.place.rank, &reason);
+                self.speak();
+                let driven = self.shared.recall((self.executor.take(), self.channels.take()));
+                self.part(driven);
                 self.failure_notices();
-                let (executor, mut channels) =
-                    self.shared.recall((self.executor.take(), self.channels.take()));
-                channels.iter_mut().for_each(|channels| channels.forget());
-                drop((executor, channels));
             }
         }
         // The sockets close here and the memory goes, before the end is announced.

@@ -1,17 +1,24 @@
 //! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
 
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::Engine;
 use crate::peer::NOTICE_TIME;
-use crate::transport::tcp::Moved;
+use crate::port::Port;
+use crate::queue::{Drivable, Stop};
+use crate::transport::tcp::{Link, Moved};
 use crate::wire::{self, Control, ControlKind};
 
 /// Reads of what a peer still says, at most, before its socket is closed.
 const UNREAD: usize = 64;
+/// How long a rank that leaves without a deadline sees what it has sent last on its way, at most.
+const LEAVING: Duration = Duration::from_millis(600);
+/// Between two looks at that.
+const LOOK: Duration = Duration::from_millis(1);
 
 impl Engine {
     /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
@@ -105,7 +112,7 @@ impl Engine {
     }
 
     /// Writes of what is queued on the control connections as much as goes at once.
-    fn speak(&mut self) {
+    pub(crate) fn speak(&mut self) {
         let peers = self.peers.iter_mut().flatten();
         for connection in peers.filter_map(|peer| peer.control.connection_mut()) {
             connection.link.writable = true;
@@ -149,31 +156,60 @@ impl Engine {
             }
         }
     }
+
+    /// Waits until the others have what this rank has sent them last: they may need it, and a peer that runs ahead would break the connections
+    /// if they were closed before. For as long as they take any of it, within the deadline of a shutdown.
+    pub(crate) fn part(&self, (executor, channels): Drivable) {
+        let most = match self.shared.lock().stop {
+            Some(Stop::Drain(deadline)) => deadline.max(deadline_in(NOTICE_TIME)),
+            _ => deadline_in(LEAVING),
+        };
+        let ports = executor.into_iter().flat_map(|executor| executor.ports);
+        let data = ports.flatten().flat_map(Port::into_links);
+        let messages = channels.into_iter().flat_map(|channels| channels.into_links());
+        let mut links: Vec<Link> = data.chain(messages).collect();
+        let (mut before, mut until) = (0, most);
+        loop {
+            let mut left = 0;
+            // The others close at once: somebody may wait for that.
+            links.retain_mut(|link| {
+                let bytes = link.at_risk();
+                left += bytes;
+                bytes > 0
+            });
+            if left != before {
+                (before, until) = (left, most.min(deadline_in(NOTICE_TIME)));
+            }
+            if links.is_empty() || time_left(until).is_zero() {
+                return;
+            }
+            // Nothing tells when the last byte has arrived.
+            std::thread::sleep(LOOK);
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
     use std::sync::Arc;
-    use std::time::Duration;
 
     use ftcore::{
-        Configuration, DType, Device, Epoch, GroupOptions, ProcessGroup, ProcessGroupExt, Staged, Store,
-        TcpStore, TcpStoreServer, Tensor,
+        Configuration, DType, Device, Epoch, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+        Staged, Status, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor,
     };
 
     use super::*;
     use crate::GlooGroup;
+    use crate::queue::Taken;
 
     /// What a process of its own does before it ends, and where the store is.
     const SCENE: &str = "OXCCL_TEST_LEAVE";
     const STORE: &str = "OXCCL_TEST_LEAVE_STORE";
     const SOON: Duration = Duration::from_secs(20);
 
-    fn connected(address: &str, rank: u32) -> GlooGroup {
-        let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(SOON)).unwrap());
-        let group = GlooGroup::new("leave", GroupOptions::default()).unwrap();
-        let configuration = Configuration {
+    fn configuration(store: Arc<dyn Store>, rank: u32) -> Configuration {
+        Configuration {
             store,
             prefix: "leave".into(),
             name: "leave".into(),
@@ -182,8 +218,13 @@ mod tests {
             world_size: 2,
             deadline: deadline_in(SOON),
             cancel: Default::default(),
-        };
-        group.configure(configuration).unwrap();
+        }
+    }
+
+    fn connected(address: &str, rank: u32) -> GlooGroup {
+        let store = TcpStore::connect(address, deadline_in(SOON)).unwrap();
+        let group = GlooGroup::new("leave", GroupOptions::default()).unwrap();
+        group.configure(configuration(Arc::new(store), rank)).unwrap();
         group
     }
 
@@ -232,5 +273,51 @@ mod tests {
             assert!(error.to_string().contains(said), "{scene}: {error}");
             assert!(quitter.wait().unwrap().success(), "{scene}");
         }
+    }
+
+    #[test]
+    fn what_a_rank_has_sent_last_arrives_although_it_leaves_and_others_run_ahead_of_it() {
+        const LARGE: usize = 512 << 10;
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        let over_tcp = |rank| {
+            let mut options = GroupOptions::default();
+            options.hints.insert("transport".into(), "tcp".into());
+            let group = GlooGroup::new("leave", options).unwrap();
+            group.configure(configuration(store.clone(), rank)).unwrap();
+            group
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| over_tcp(1));
+            let group = over_tcp(0);
+            let other = other.join().unwrap();
+            let (shared, _) = group.ready(&SubmitOptions::by(deadline_in(SOON))).unwrap();
+            // This thread drives the collectives of rank 0, and takes its time.
+            let mut executor = shared.lock().executor.take().unwrap();
+            let before = group.traffic().sent;
+            let first = group.broadcast(Tensor::zeros(DType::U8, LARGE), 1).unwrap();
+            let second = group.broadcast(Tensor::zeros(DType::U8, LARGE), 0).unwrap();
+            while group.traffic().sent - before < 64 << 10 {
+                executor.turn(&shared, Some(u64::MAX)).unwrap();
+            }
+            // Done with it as soon as its kernel has all.
+            let its = other.broadcast(Tensor::from_vec(vec![7u8; LARGE]), 1).unwrap();
+            its.wait(deadline_in(SOON)).unwrap();
+            let leaves = scope.spawn(move || other.shutdown(deadline_in(SOON)));
+            let until = deadline_in(SOON);
+            while shared.fate(1).is_none() {
+                assert!(!time_left(until).is_zero(), "rank 1 does not leave");
+                std::thread::yield_now();
+            }
+            while matches!(first.status(), Status::Pending) {
+                assert!(!time_left(until).is_zero(), "nothing more comes");
+                executor.try_sockets();
+                executor.turn(&shared, Some(u64::MAX)).unwrap();
+            }
+            assert!(first.take_tensor().unwrap().bytes().iter().all(|b| *b == 7));
+            leaves.join().unwrap().unwrap();
+            shared.give_back(executor, Taken::Caller);
+            let error = second.wait(until).unwrap_err();
+            assert!(error.to_string().contains("left"), "{error}");
+        });
     }
 }

@@ -41,6 +41,7 @@ mod port;
 mod probe;
 mod queue;
 mod rail;
+mod raw;
 mod rendezvous;
 mod schedule;
 mod spin_budget;

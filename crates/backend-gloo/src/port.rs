@@ -234,6 +234,15 @@ impl Port {
         }
     }
 
+    /// All its connections.
+    pub(crate) fn into_links(self) -> impl Iterator<Item = Link> {
+        let first = match self.wire {
+            Wire::Socket(link) => Some(link),
+            Wire::Memory(_) => None,
+        };
+        first.into_iter().chain(self.rails.into_iter().map(|r| r.link))
+    }
+
     /// True if a read would give something, or might.
     pub(crate) fn is_readable(&self) -> bool {
         // A part of a header gives nothing: its rest has to be waited for.

@@ -4,19 +4,23 @@
 //! one, never a half. `load` reads in parts and believes a sealed file only if its hash fits.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind as IoKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ftcore::{Error, Result};
+use ftcore::{Error, ErrorKind, Result};
 
 use crate::seal::{self, Opened};
 use crate::{StateDict, codec};
 
 /// How names of files end that are not complete yet.
 pub(crate) const TEMPORARY: &str = ".tmp";
+/// So many such files of processes that were killed are passed over by one [`save`].
+const MAX_LEFT: u32 = 1000;
+/// The number in the name of the next one that this process makes.
+static SERIAL: AtomicU64 = AtomicU64::new(0);
 
 /// Writes `state` to `path` (a safetensors file), replacing what is there only once the new file is safe on disk.
 ///
@@ -28,54 +32,61 @@ pub fn save(path: impl AsRef<Path>, state: &StateDict) -> Result<()> {
 
 /// [`save`] with entries of the format's own metadata. The size of the file in bytes.
 pub(crate) fn save_with(path: &Path, state: &StateDict, mut own: BTreeMap<String, String>) -> Result<u64> {
-    static SERIAL: AtomicU64 = AtomicU64::new(0);
     let name = path
         .file_name()
         .ok_or_else(|| Error::invalid(format!("{} names no file", path.display())))?;
     own.insert(seal::KEY.to_owned(), seal::BLANK.to_owned());
     let mut bytes = codec::encode_with(state, &own)?;
     seal::seal(&mut bytes)?;
-    let mut temporary = OsString::from(".");
-    temporary.push(name);
-    // Unique among the threads and processes that may save to this folder at once.
-    temporary.push(format!(
-        ".{}-{}{TEMPORARY}",
-        std::process::id(),
-        SERIAL.fetch_add(1, Ordering::Relaxed)
-    ));
-    let temporary = path.with_file_name(temporary);
-    let written = write_and_rename(&temporary, path, &bytes);
+    let (temporary, file) = create_beside(path, name, bytes.len())?;
+    let written = write_and_rename(file, &temporary, path, &bytes);
     if written.is_err() {
-        // The first error is the one to report; the file may not even exist.
+        // The first error is the one to report.
         let _ = fs::remove_file(&temporary);
     }
-    written.map(|()| bytes.len() as u64)
+    written?;
+    // The rename itself is durable only once the folder is.
+    sync_folder(&folder_of(path))?;
+    Ok(bytes.len() as u64)
 }
 
-fn write_and_rename(temporary: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
-    let failed = |what: &str, at: &Path| {
-        let what = format!("{what} {}", at.display());
-        move |e| Error::io(what, e)
-    };
-    // Asked for before the temporary file is removed: what is free while it is there is what was missing.
-    let no_room = |what: &str| {
-        let what = format!("{what} {}", path.display());
-        move |e: std::io::Error| {
-            let text = format!(
-                "{what}: {e} ({} bytes needed, {})",
-                bytes.len(),
-                room_at(temporary)
-            );
-            Error::new(ftcore::ErrorKind::Io, text).with_source(e)
+/// A new file in the folder of `path`, whose name no other thread or process has that may save to this folder at once.
+fn create_beside(path: &Path, name: &OsStr, bytes: usize) -> Result<(PathBuf, File)> {
+    let mut tries = 0;
+    loop {
+        let mut temporary = OsString::from(".");
+        temporary.push(name);
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        temporary.push(format!(".{}-{serial}{TEMPORARY}", std::process::id()));
+        let temporary = path.with_file_name(temporary);
+        match File::create_new(&temporary) {
+            Ok(file) => return Ok((temporary, file)),
+            // A process that was killed left it, and had this id: in a container each has. It may also be another container's that writes it now,
+            // so it stays.
+            Err(e) if e.kind() == IoKind::AlreadyExists && tries < MAX_LEFT => tries += 1,
+            Err(e) => return Err(no_room("creating a file beside", path, &temporary, bytes)(e)),
         }
-    };
-    let mut file = File::create_new(temporary).map_err(no_room("creating a file beside"))?;
-    file.write_all(bytes).map_err(no_room("writing"))?;
-    file.sync_all().map_err(no_room("flushing"))?;
+    }
+}
+
+/// Asked for before the temporary file is removed: what is free while it is there is what was missing.
+fn no_room(what: &str, path: &Path, temporary: &Path, bytes: usize) -> impl FnOnce(std::io::Error) -> Error {
+    move |e| {
+        let text = format!(
+            "{what} {}: {e} ({bytes} bytes needed, {})",
+            path.display(),
+            room_at(temporary)
+        );
+        Error::new(ErrorKind::Io, text).with_source(e)
+    }
+}
+
+fn write_and_rename(mut file: File, temporary: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
+    let failed = |what| no_room(what, path, temporary, bytes.len());
+    file.write_all(bytes).map_err(failed("writing"))?;
+    file.sync_all().map_err(failed("flushing"))?;
     drop(file);
-    fs::rename(temporary, path).map_err(failed("renaming to", path))?;
-    // The rename itself is durable only once the folder is.
-    sync_folder(&folder_of(path))
+    fs::rename(temporary, path).map_err(|e| Error::io(format!("renaming to {}", path.display()), e))
 }
 
 /// The folder in which `path` stands.
@@ -114,22 +125,22 @@ fn room_at(path: &Path) -> String {
 /// [`crate::decode`]; `Corrupt` too if a sealed file (each that [`save`] wrote) is not as it was written.
 pub fn load(path: impl AsRef<Path>) -> Result<StateDict> {
     let path = path.as_ref();
-    let read = || {
-        let mut parts = Vec::new();
-        Opened::new(path)?.read(|part| parts.push(part))?;
-        codec::decode_parts(parts).map(|(state, _)| state)
-    };
+    let read = || decoded(Opened::new(path)?).map(|(state, _)| state);
     read().map_err(|e| naming(path, e))
 }
 
 /// [`load`] of a file that must be sealed, with its own metadata beside the state.
 pub(crate) fn load_sealed(path: &Path) -> Result<(StateDict, BTreeMap<String, String>)> {
-    let read = || {
-        let mut parts = Vec::new();
-        open_sealed(path)?.read(|part| parts.push(part))?;
-        codec::decode_parts(parts)
-    };
+    let read = || decoded(open_sealed(path)?);
     read().map_err(|e| naming(path, e))
+}
+
+/// The state in a file, and its own metadata. There is memory for the tensors only once their sizes are those of the file.
+fn decoded(opened: Opened) -> Result<(StateDict, BTreeMap<String, String>)> {
+    let header = codec::header_before(opened.header(), opened.data_bytes())?;
+    let mut data = codec::room_for(header.data_len())?;
+    opened.read(&mut |part| data.extend_from_slice(part))?;
+    codec::state_of(&header, &data.into())
 }
 
 /// All metadata of a sealed file whose every byte was checked; it is not kept in memory.
@@ -137,7 +148,7 @@ pub(crate) fn check_sealed(path: &Path) -> Result<BTreeMap<String, String>> {
     let read = || {
         let opened = open_sealed(path)?;
         let metadata = codec::metadata_of(opened.header())?;
-        opened.read(drop)?;
+        opened.read(&mut |_| ())?;
         Ok(metadata)
     };
     read().map_err(|e| naming(path, e))
@@ -166,7 +177,6 @@ fn naming(path: &Path, e: Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ftcore::ErrorKind;
 
     fn state(x: f32) -> StateDict {
         let mut s = StateDict::new();
@@ -205,6 +215,35 @@ mod tests {
     }
 
     #[test]
+    fn what_killed_processes_with_this_id_left_is_passed_over_and_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        // More than the tests beside this one take meanwhile.
+        let next = SERIAL.load(Ordering::Relaxed);
+        for serial in next..next + 500 {
+            let name = format!(".s.{}-{serial}{TEMPORARY}", std::process::id());
+            fs::write(dir.path().join(name), "half").unwrap();
+        }
+        save(&path, &state(1.0)).unwrap();
+        assert_eq!(bits(&load(&path).unwrap()), bits(&state(1.0)));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 501);
+    }
+
+    #[test]
+    fn a_file_that_is_larger_than_its_header_says_is_refused_before_it_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        save(&path, &state(1.0)).unwrap();
+        // More than memory has, and nothing of it on the disk.
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(1 << 40).unwrap();
+        for e in [load(&path).unwrap_err(), load_sealed(&path).unwrap_err()] {
+            assert_eq!(e.kind(), ErrorKind::Corrupt);
+            assert!(e.message().contains("describes 8 bytes of tensors"), "{e}");
+        }
+    }
+
+    #[test]
     fn missing_and_damaged_files_are_told_apart_and_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
@@ -217,6 +256,7 @@ mod tests {
         assert_eq!(e.kind(), ErrorKind::Corrupt);
         assert!(e.message().contains(path.to_str().unwrap()), "{e}");
     }
+
     #[test]
     fn a_flipped_bit_anywhere_in_a_saved_file_is_found() {
         let dir = tempfile::tempdir().unwrap();

@@ -38,3 +38,6 @@ pub use server::{
 };
 pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
 pub use writer::{Outcome, Writer};
+
+/// A time limit of an option beyond this counts as this: it is added to the present in many places, and the clock has an end.
+pub(crate) const LONGEST: std::time::Duration = std::time::Duration::from_secs(365 * 24 * 3600);

@@ -53,6 +53,8 @@ pub(crate) fn seal(bytes: &mut [u8]) -> Result<()> {
 /// A file of a state, of which the header has been read.
 pub(crate) struct Opened {
     file: File,
+    /// Of the whole file, when it was opened.
+    size: u64,
     /// The length and the header as they stand in the file.
     head: Vec<u8>,
     /// The digits that the header claims, and the hash of what was read so far.
@@ -91,7 +93,12 @@ impl Opened {
             hasher.update(head.get(place.end..)?);
             Some((claimed, hasher))
         });
-        Ok(Self { file, head, seal })
+        Ok(Self {
+            file,
+            size,
+            head,
+            seal,
+        })
     }
 
     /// The header, without the length before it.
@@ -99,27 +106,38 @@ impl Opened {
         self.head.get(LENGTH_BYTES..).unwrap_or_default()
     }
 
+    /// How many bytes stood behind the header when the file was opened.
+    pub(crate) fn data_bytes(&self) -> usize {
+        let behind = self.size.saturating_sub(self.head.len() as u64);
+        usize::try_from(behind).unwrap_or(usize::MAX)
+    }
+
     /// True if the header has a seal.
     pub(crate) fn is_sealed(&self) -> bool {
         self.seal.is_some()
     }
 
-    /// Reads the rest in parts, and gives each to `keep`, the header before all. `Corrupt` at the end if the seal does not fit.
-    pub(crate) fn read(mut self, mut keep: impl FnMut(Vec<u8>)) -> Result<()> {
-        keep(std::mem::take(&mut self.head));
+    /// Reads the [`data_bytes`](Self::data_bytes) in parts, and gives each to `keep`. `Corrupt` if there are more or fewer by now, and at the end if
+    /// the seal does not fit.
+    pub(crate) fn read(mut self, keep: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let resized = || corrupt("its size changed while it was read");
+        let mut left = self.data_bytes();
+        let mut part = vec![0; PART_BYTES];
         loop {
-            let mut part = Vec::new();
-            let got = (&mut self.file)
-                .take(PART_BYTES as u64)
-                .read_to_end(&mut part)
-                .map_err(|e| Error::io("reading", e))?;
-            if got == 0 {
-                break;
-            }
+            let got = match self.file.read(&mut part) {
+                Ok(0) => break,
+                Ok(got) => part.get(..got).unwrap_or_default(),
+                Err(e) if e.kind() == IoKind::Interrupted => continue,
+                Err(e) => return Err(Error::io("reading", e)),
+            };
+            left = left.checked_sub(got.len()).ok_or_else(resized)?;
             if let Some((_, hasher)) = &mut self.seal {
-                hasher.update(&part);
+                hasher.update(got);
             }
-            keep(part);
+            keep(got);
+        }
+        if left > 0 {
+            return Err(resized());
         }
         match self.seal {
             // As text: capital digits would be the same number, and are damage all the same.

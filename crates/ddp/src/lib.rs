@@ -8,7 +8,6 @@
 //! meanwhile. What an attempt sends, and when the run is over, [`protocol::training::Steps`] decides; here it is done. A replica that does not contribute computes nothing and follows along with zeros.
 
 mod buckets;
-mod feedback;
 mod sampler;
 mod state;
 mod under_way;
@@ -19,7 +18,6 @@ use std::time::{Duration, Instant};
 
 use buckets::{BucketPlan, average};
 pub use buckets::{Sink, Slot};
-use feedback::Feedback;
 use ftcore::{Epoch, Error, ErrorKind, Result, Step, Tensor, Traffic, deadline_in, time_left};
 use protocol::training::{Sends, Share, Steps};
 use quant::ErrorFeedback;
@@ -167,7 +165,8 @@ pub struct Ddp<R> {
     buckets: Vec<Tensor>,
     /// and the averages that it applied, as far as they do not lie in what is spare.
     averages: Vec<Tensor>,
-    feedback: Feedback,
+    /// What this replica's rank owes, of a group with error feedback.
+    feedback: Option<Arc<ErrorFeedback>>,
     steps: Steps<Vec<Tensor>>,
     on_reduce: Option<Box<dyn FnMut(Step, Epoch) + Send>>,
 }
@@ -191,7 +190,7 @@ impl<R: Replica> Ddp<R> {
             spare: Spare::default(),
             buckets: Vec::new(),
             averages: Vec::new(),
-            feedback: Feedback::default(),
+            feedback: None,
             on_reduce: None,
         })
     }
@@ -200,14 +199,14 @@ impl<R: Replica> Ddp<R> {
     /// state that heals from then on. All replicas of a run do so, or none. Call it before the first step.
     #[must_use]
     pub fn with_error_feedback(mut self, residuals: Arc<ErrorFeedback>) -> Self {
-        self.feedback = Feedback::new(residuals);
+        self.feedback = Some(residuals);
         self
     }
 
     fn whole<'a>(&'a mut self, state: &'a mut dyn State, own: bool) -> Whole<'a> {
         Whole {
             state,
-            feedback: &self.feedback,
+            feedback: self.feedback.as_deref(),
             plan: &mut self.plan,
             steps: &mut self.steps,
             own,
@@ -411,7 +410,7 @@ impl<R: Replica> Ddp<R> {
             }
             let mut whole = Whole {
                 state,
-                feedback: &self.feedback,
+                feedback: self.feedback.as_deref(),
                 plan: &mut self.plan,
                 steps: &mut self.steps,
                 own: false,
@@ -429,7 +428,9 @@ impl<R: Replica> Ddp<R> {
                 healed = participation.healed.clone();
             }
             let closing = sends == Sends::Nothing;
-            self.feedback.begin();
+            if let Some(feedback) = &self.feedback {
+                feedback.begin("gradients");
+            }
             let works = match sends {
                 Sends::Again if under_way.is_some() => under_way.take().unwrap_or_default(),
                 Sends::Nothing => Vec::new(),
@@ -459,7 +460,9 @@ impl<R: Replica> Ddp<R> {
                 Err(e) if e.is_retryable() => false,
                 Err(e) => return Err(e),
             };
-            self.feedback.end(committed);
+            if let Some(feedback) = &self.feedback {
+                feedback.end(committed);
+            }
             if committed {
                 // The step has advanced: what goes wrong from here on leaves a state that is of no step.
                 let applied = averages

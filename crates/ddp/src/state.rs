@@ -3,19 +3,22 @@
 
 use ftcore::{Error, Result, Tensor};
 use protocol::training::Steps;
+use quant::ErrorFeedback;
 use replica::State;
 use replica::StateDict;
 
 use crate::buckets::BucketPlan;
-use crate::feedback::Feedback;
 
 /// Under this the order stands in a state, once it is learnt.
 const ORDER: &str = "ddp.order";
 
+/// Under this the residuals of error feedback stand in a replica's own state.
+const FEEDBACK: &str = "ddp.feedback";
+
 /// Everything that travels to a healing replica or, with what error feedback owes, to disk, and what depends on it here.
 pub(crate) struct Whole<'a> {
     pub(crate) state: &'a mut dyn State,
-    pub(crate) feedback: &'a Feedback,
+    pub(crate) feedback: Option<&'a ErrorFeedback>,
     pub(crate) plan: &'a mut BucketPlan,
     /// What was computed on the state so far, and whether it is of a step.
     pub(crate) steps: &'a mut Steps<Vec<Tensor>>,
@@ -27,8 +30,8 @@ impl State for Whole<'_> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         self.steps.check_state()?;
         // Each replica pays its own residuals: to one that heals they would be paid twice.
-        if self.own {
-            self.feedback.save(out)?;
+        if let Some(feedback) = self.feedback.filter(|_| self.own) {
+            out.insert_f32s(FEEDBACK, &feedback.state())?;
         }
         if let Some(order) = self.plan.order() {
             let order: Vec<i64> = order
@@ -45,7 +48,14 @@ impl State for Whole<'_> {
         // loading gets.
         let order = saved_order(from)?;
         self.plan.follow(order)?;
-        self.feedback.load(from, self.own)?;
+        if let Some(feedback) = self.feedback {
+            // A replica that heals owes nothing from then on: what its source owes the source pays, and what it owed itself may be paid in the steps
+            // that it missed.
+            feedback.load(match self.own {
+                true => from.f32s_under(FEEDBACK)?,
+                false => Vec::new(),
+            })?;
+        }
         self.steps.loaded(self.state.load(from))
     }
 }

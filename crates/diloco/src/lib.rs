@@ -9,7 +9,6 @@
 
 mod backup;
 mod config;
-mod feedback;
 mod ferry;
 mod fragment;
 pub mod optim;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use ftcore::{Error, ErrorKind, Result};
 use protocol::training::Rounds;
+use quant::ErrorFeedback;
 use replica::State;
 use replica::StateDict;
 
 use crate::backup::Copies;
-use crate::feedback::Feedback;
 use crate::optim::Optimizer;
 use crate::{FragmentPlan, OuterOptimizer, Parameters};
 
@@ -40,7 +40,7 @@ pub(crate) struct Whole<'a, P> {
     pub(crate) outer: OuterOptimizer,
     pub(crate) fragments: &'a mut [Fragment],
     pub(crate) rounds: &'a mut Rounds<Vec<f32>>,
-    pub(crate) feedback: &'a Feedback,
+    pub(crate) feedback: Option<&'a ErrorFeedback>,
     /// Values per all-reduce: residuals are kept by all-reduce.
     pub(crate) bucket_elements: usize,
     /// True if the state is for this replica itself (its checkpoint), false if it is healed from.
@@ -50,6 +50,8 @@ pub(crate) struct Whole<'a, P> {
 
 const LAYOUT: &str = "diloco.layout";
 const OUTER: &str = "diloco.outer";
+/// Under this the residuals of error feedback stand in a replica's own state.
+const FEEDBACK: &str = "feedback";
 
 impl<P: Parameters> Whole<'_, P> {
     /// Which parameters are in which fragment, whether updates are eager and errors fed back, and what steps on the global copies, in words
@@ -68,7 +70,7 @@ impl<P: Parameters> Whole<'_, P> {
             .collect();
         let eager = self.fragments.iter().any(|f| f.base.is_some());
         let updates = if eager { "eager" } else { "plain" };
-        let feedback = if self.feedback.is_on() {
+        let feedback = if self.feedback.is_some() {
             format!("error-feedback-per-{}", self.bucket_elements)
         } else {
             "no-error-feedback".to_string()
@@ -178,8 +180,8 @@ impl<P: Parameters> State for Whole<'_, P> {
             fragment.optimizer.save(&outer_prefix(f), out)?;
         }
         // Each replica pays its own residuals: to one that heals they would be paid twice.
-        if self.own {
-            self.feedback.save(out)?;
+        if let Some(feedback) = self.feedback.filter(|_| self.own) {
+            out.insert_f32s(FEEDBACK, &feedback.state())?;
         }
         self.inner.save(out)
     }
@@ -218,7 +220,14 @@ impl<P: Parameters> State for Whole<'_, P> {
             bases.push(base.transpose()?);
         }
         let optimizers = self.optimizers(from)?;
-        self.feedback.load(from, self.own)?;
+        if let Some(feedback) = self.feedback {
+            // A replica that heals owes nothing from then on: what its source owes the source pays, and what it owed itself may be paid in the rounds
+            // that it missed.
+            feedback.load(match self.own {
+                true => from.f32s_under(FEEDBACK)?,
+                false => Vec::new(),
+            })?;
+        }
         // From here on only the training loop's own state, or a device, can say no.
         let inner = self.inner.load(from);
         let written = inner.and_then(|()| self.write(&locals, &globals, &bases, optimizers));

@@ -29,7 +29,6 @@ use quant::ErrorFeedback;
 use replica::{Healed, Participation, Replica, Spare, State, write_commit};
 
 use crate::backup::Keeper;
-use crate::feedback::Feedback;
 use crate::params::ParametersHash;
 use crate::state::{Fragment, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters};
@@ -100,7 +99,8 @@ pub struct Diloco<R, P> {
     config: DilocoConfig,
     plan: FragmentPlan,
     fragments: Vec<Fragment>,
-    feedback: Feedback,
+    /// What this replica's rank owes, of a group with error feedback.
+    feedback: Option<Arc<ErrorFeedback>>,
     /// With the outer gradient of the round in flight, flat over the fragment's parameters.
     rounds: Rounds<Vec<f32>>,
     /// The reductions in flight: their outer step is made beside the inner steps, or where the round ends.
@@ -170,7 +170,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             config,
             plan,
             fragments,
-            feedback: Feedback::default(),
+            feedback: None,
             rounds,
             stepping: Stepping::default(),
             spare: Spare::default(),
@@ -189,7 +189,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// state from then on. All replicas of a run do so, or none. Call it before `begin`.
     #[must_use]
     pub fn with_error_feedback(mut self, residuals: Arc<ErrorFeedback>) -> Self {
-        self.feedback = Feedback::new(residuals);
+        self.feedback = Some(residuals);
         self
     }
 
@@ -306,7 +306,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             outer: self.config.outer,
             fragments: &mut self.fragments,
             rounds: &mut self.rounds,
-            feedback: &self.feedback,
+            feedback: self.feedback.as_deref(),
             bucket_elements: self.config.bucket_elements,
             own,
             inner,
@@ -435,7 +435,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             outer: self.config.outer,
             fragments: &mut self.fragments,
             rounds: &mut self.rounds,
-            feedback: &self.feedback,
+            feedback: self.feedback.as_deref(),
             bucket_elements: self.config.bucket_elements,
             own: false,
             inner,
@@ -477,7 +477,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             let values = self.outer_gradient(fragment)?;
             self.rounds.keep(step, values);
         }
-        self.feedback.begin(fragment);
+        if let Some(feedback) = &self.feedback {
+            feedback.begin(&format!("fragment.{fragment}"));
+        }
         if let Some(f) = &mut self.before_reduce {
             f(step);
         }
@@ -488,21 +490,24 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             copy.as_mut_slice()?.copy_from_slice(bucket);
             works.push(self.replica.all_reduce(vec![copy], ReduceOp::Avg));
         }
+        if self.config.eager && is_new {
+            // Before anything that may fail and be called again: the repetition sends the gradient that was kept and does not come here, and the next
+            // round's gradient begins where this one looks ahead to. The step beside takes copies of what this leaves as it is.
+            let share = own_share(participation);
+            let own: Vec<f32> = values.iter().map(|g| g * share).collect();
+            let ahead = self.look_ahead(fragment, &own);
+            self.rounds.written(ahead)?;
+        }
+        let values = self.rounds.kept().map_or(0, Vec::len);
         let overlaps = self.config.delay > 0 || self.config.eager;
         self.stepping = match self.fragments.get(fragment).filter(|_| overlaps) {
-            Some(state) => Stepping::beside(works, values.len(), state, &mut self.scratch)?,
+            Some(state) => Stepping::beside(works, values, state, &mut self.scratch)?,
             None => Stepping::Later(works),
         };
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
         }
-        if !(self.config.eager && is_new) {
-            return Ok(());
-        }
-        let share = own_share(participation);
-        let own: Vec<f32> = values.iter().map(|g| g * share).collect();
-        let ahead = self.look_ahead(fragment, &own);
-        self.rounds.written(ahead)
+        Ok(())
     }
 
     /// Waits for what was sent, votes, and applies it on a yes. On a no the round is to be done again; true if it was committed.
@@ -512,7 +517,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let vote = self.replica.should_commit(deadline);
         self.sync += begun.elapsed();
         let committed = matches!(vote, Ok(true));
-        self.feedback.end(committed);
+        if let Some(feedback) = &self.feedback {
+            feedback.end(committed);
+        }
         let Some(participation) = self.participation.take().filter(|_| committed) else {
             self.rounds.lost();
             self.failed_attempts += 1;

@@ -10,6 +10,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::process::Command;
 use std::rc::Rc;
 
 use crate::scripted::{begun, layer, params};
@@ -164,6 +165,61 @@ fn a_round_that_timed_out_goes_on_with_the_gradient_that_was_kept() {
         });
         assert_same(&config, late, 3);
     }
+}
+
+/// Takes what is left of the address space but for a mebibyte, which is too little for a thread's stack.
+fn no_room_for_a_thread() -> Vec<Vec<u8>> {
+    let mut taken = Vec::new();
+    loop {
+        let mut some = Vec::new();
+        if some.try_reserve_exact(1 << 20).is_err() {
+            taken.pop();
+            return taken;
+        }
+        taken.push(some);
+    }
+}
+
+#[test]
+fn inv4_a_round_whose_thread_cannot_start_is_called_again_and_its_inner_steps_count_once() {
+    const CHILD: &str = "OXCCL_TEST_NO_ROOM_FOR_A_THREAD";
+    if std::env::var_os(CHILD).is_none() {
+        // A process of its own: other tests would find no memory either, and leave stacks to be used again. The limit is of kibibytes.
+        let output = Command::new("sh")
+            .args(["-c", "ulimit -S -v 1048576 && exec \"$0\" \"$@\""])
+            .arg(std::env::current_exe().unwrap())
+            .arg("retries::inv4_a_round_whose_thread_cannot_start_is_called_again_and_its_inner_steps_count_once")
+            .args(["--exact", "--nocapture"])
+            .env(CHILD, "1")
+            .env_remove("RUST_MIN_STACK")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}\n{errors}"
+        );
+        return;
+    }
+    let [_, _, config] = configs();
+    assert!(config.eager);
+    let (replica, sent) = watched();
+    let mut d = begun(replica, &[2, 3], config.clone());
+    let (mut attempts, mut taken) = (0, Vec::new());
+    d.before_reduce(move |_| {
+        attempts += 1;
+        // The first fails, and what it took is given back when it is repeated.
+        taken.clear();
+        if attempts == 1 {
+            taken = no_room_for_a_thread();
+        }
+    });
+    let mut reports = Vec::new();
+    let errors = (0..14).map(|at| inner_step(&mut d, at, &mut reports)).sum();
+    assert_eq!(errors, 1, "a thread that cannot start, once");
+    let steps = reports.iter().map(|r| r.step.0).collect();
+    assert_same(&config, (steps, sent, errors, d), 1);
 }
 
 #[test]

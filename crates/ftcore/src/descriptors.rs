@@ -3,6 +3,7 @@
 
 use std::os::fd::AsRawFd;
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -22,8 +23,14 @@ pub fn raise_descriptor_limit() -> usize {
     now.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
 }
 
-/// Raises the limit to the hard limit. True if that was higher.
+/// Raises the limit to the hard limit. True if there is room for a descriptor now: what met the limit is worth another try, also where another
+/// thread has raised it meanwhile.
 pub fn raise() -> bool {
+    raise_for(1)
+}
+
+/// As [`raise`], for `count` descriptors at once.
+pub fn raise_for(count: usize) -> bool {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let more = match (current, maximum) {
         (Some(current), Some(maximum)) => current < maximum,
@@ -34,14 +41,24 @@ pub fn raise() -> bool {
         current: maximum,
         maximum,
     };
-    match more.then(|| setrlimit(Resource::Nofile, new)) {
-        None => false,
-        Some(Ok(())) => true,
-        Some(Err(error)) => {
-            tracing::warn!(%error, "the limit of open files (RLIMIT_NOFILE) could not be raised");
-            false
-        }
+    if more && let Err(error) = setrlimit(Resource::Nofile, new) {
+        tracing::warn!(%error, "the limit of open files (RLIMIT_NOFILE) could not be raised");
     }
+    has_room(count)
+}
+
+/// What `make` gives. Where it meets the limit that is raised, and it has a second try.
+pub fn with_room<T>(make: impl Fn() -> std::io::Result<T>) -> std::io::Result<T> {
+    match make() {
+        Err(error) if is_limit(&error) && raise() => make(),
+        other => other,
+    }
+}
+
+/// Makes them, to see: others in this process may take what the limit allows, and it may be the machine's that is met.
+fn has_room(count: usize) -> bool {
+    let one = |_| eventfd(0, EventfdFlags::CLOEXEC).ok();
+    (0..count).map(one).collect::<Option<Vec<_>>>().is_some()
 }
 
 /// Raises the limit if a configuration of `world` ranks may come near it. `newest`: a descriptor that was just made; the kernel gives the lowest
@@ -108,6 +125,8 @@ mod tests {
         let now = raise_descriptor_limit();
         assert_eq!(getrlimit(Resource::Nofile).current, hard);
         assert_eq!(now, hard.map_or(usize::MAX, |n| n as usize));
+        // Who met the old limit just before tries again.
+        assert!(raise() && raise_for(4));
         let text = accept_failure(&std::io::Error::from(Errno::MFILE));
         assert!(
             text.contains("RLIMIT_NOFILE") && text.contains("ulimit"),

@@ -255,12 +255,7 @@ impl Accelerator for CpuAccelerator {
         Ok(Arc::new(CpuStream))
     }
     fn alloc(&self, _index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let count = shape
-            .iter()
-            .try_fold(1usize, |a, &d| a.checked_mul(d))
-            .filter(|count| isize::try_from(count.saturating_mul(dtype.size())).is_ok())
-            .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
-        Tensor::zeros(dtype, count).reshape(shape)
+        Tensor::try_zeros(dtype, shape)
     }
     fn copy_in(&self, from: &[u8], to: &mut Tensor, _stream: &dyn Stream) -> Result<()> {
         same_length(from.len(), to.byte_len())?;

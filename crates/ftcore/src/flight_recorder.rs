@@ -147,5 +147,7 @@ pub(crate) fn ring() -> Option<Arc<GroupRing>> {
     (length > 0).then(|| files::register(GroupRing::new(length)))
 }
 
+// They run an engine, whose locks are shuttle's there.
+#[cfg(not(feature = "shuttle"))]
 #[cfg(test)]
 mod tests;

@@ -144,9 +144,9 @@ pub trait ProcessGroup: Send + Sync {
     /// and gathers straight out of it. The group's operations take any tensor, on any mixture of ranks; this changes their time only. It needs no
     /// other rank, may come before `configure`, and outlives the group. For what is used again and again: making it costs a page fault per page.
     ///
-    /// Groups that have no such memory give that of [`Tensor::zeros`].
+    /// Groups that have no such memory give that of [`Tensor::zeros`]. `InvalidArgument` for more elements than fit in memory.
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        Ok(Tensor::zeros(dtype, count))
+        Tensor::try_zeros(dtype, &[count])
     }
 
     /// Makes a group of the ranks that pass the same `color`, ordered by (`key`, rank); `None` for ranks that pass no
@@ -182,4 +182,77 @@ pub fn execute_by_submit<G: ProcessGroup + ?Sized>(
             tensors: work.recover(),
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{DTypeSet, ErrorKind, FeatureSet, OpSet, Staged};
+
+    /// It has no memory of its own, and does nothing.
+    struct Bare(Capabilities);
+
+    impl Bare {
+        fn new() -> Self {
+            Self(Capabilities {
+                ops: OpSet::NONE,
+                moves: DTypeSet::NONE,
+                reduces: Default::default(),
+                features: FeatureSet::NONE,
+                options: Vec::new(),
+                devices: Vec::new(),
+                notes: Vec::new(),
+            })
+        }
+    }
+
+    impl ProcessGroup for Bare {
+        fn info(&self) -> GroupInfo {
+            GroupInfo {
+                backend: "bare".into(),
+                name: "bare".into(),
+                rank: 0,
+                world_size: 0,
+                epoch: Epoch(0),
+                device: Device::CPU,
+                dropped_options: Vec::new(),
+            }
+        }
+        fn capabilities(&self) -> &Capabilities {
+            &self.0
+        }
+        fn configure(&self, _: Configuration) -> Result<()> {
+            Ok(())
+        }
+        fn submit(&self, op: Checked, _: SubmitOptions) -> Result<Work, Box<Rejected>> {
+            let (error, op) = (Error::unsupported("it does nothing"), op.into_inner());
+            Err(Box::new(Rejected { error, op }))
+        }
+        fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+            Ok(None)
+        }
+        fn abort(&self, _: &str) {}
+        fn error(&self) -> Option<Error> {
+            None
+        }
+        fn shutdown(&self, _: Instant) -> Result<()> {
+            Ok(())
+        }
+        fn traffic(&self) -> Traffic {
+            Traffic::default()
+        }
+    }
+
+    #[test]
+    fn memory_of_more_elements_than_fit_is_refused_and_no_panic() {
+        let staged = Staged::new(Arc::new(Bare::new()), &Device::CPU, Duration::ZERO).unwrap();
+        let groups: [&dyn ProcessGroup; 2] = [&Bare::new(), &staged];
+        for group in groups {
+            assert_eq!(group.alloc(DType::F64, 3).unwrap().bytes(), [0; 24]);
+            let e = group.alloc(DType::F64, usize::MAX / 4).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        }
+    }
 }

@@ -10,7 +10,10 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
 use crate::{Error, Result};
 
-/// Names the host and its network namespace: equal for two ranks exactly if loopback joins them.
+/// Of every host that does not tell its name.
+const UNKNOWN: &str = "unknown";
+
+/// Names the host and its network namespace, for [`is_here`] on another rank; `unknown` if the system does not tell.
 pub fn identity() -> String {
     static KNOWN: OnceLock<String> = OnceLock::new();
     let find = || {
@@ -19,8 +22,17 @@ pub fn identity() -> String {
         Some(format!("{}+{}", boot.trim(), network.display()))
     };
     KNOWN
-        .get_or_init(|| find().unwrap_or_else(|| "unknown".to_string()))
+        .get_or_init(|| find().unwrap_or_else(|| UNKNOWN.to_string()))
         .clone()
+}
+
+/// True if loopback joins this rank and one whose [`identity`] is `host`. Two that do not know theirs may be anywhere.
+pub fn is_here(host: &str) -> bool {
+    is_same(host, &identity())
+}
+
+fn is_same(one: &str, other: &str) -> bool {
+    one == other && one != UNKNOWN
 }
 
 /// The address under which other machines reach this one: the one that the routing table chooses towards the outside, else (there is no default
@@ -209,6 +221,14 @@ fn address_of(body: &[u8]) -> Option<(u32, IpAddr)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_hosts_are_the_same_only_if_both_are_known() {
+        assert!(is_same("boot+net:[1]", "boot+net:[1]"));
+        assert!(!is_same("boot+net:[1]", "boot+net:[2]"));
+        assert!(!is_same(UNKNOWN, UNKNOWN));
+        assert_eq!(is_here(&identity()), identity() != UNKNOWN);
+    }
 
     #[test]
     fn an_interface_has_its_address_and_one_that_is_not_here_is_named() {

@@ -285,7 +285,7 @@ impl<E: Engine> Lifecycle<E> {
     }
 
     /// What the flight recorder keeps of this group.
-    #[cfg(test)]
+    #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn ring(&self) -> Option<Arc<GroupRing>> {
         self.lock().ring.clone()
     }

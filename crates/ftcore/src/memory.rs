@@ -73,11 +73,16 @@ unsafe fn free_vec<T>(ptr: NonNull<u8>, len: usize, capacity: usize) {
     drop(unsafe { Vec::from_raw_parts(ptr.as_ptr().cast::<T>(), len, capacity) });
 }
 
-fn count_of(shape: &[usize]) -> Result<usize> {
+fn count_of(dtype: DType, shape: &[usize]) -> Result<usize> {
     shape
         .iter()
         .try_fold(1usize, |a, &d| a.checked_mul(d))
-        .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))
+        .filter(|count| isize::try_from(count.saturating_mul(dtype.size())).is_ok())
+        .ok_or_else(|| {
+            Error::invalid(format!(
+                "shape {shape:?} has more elements of {dtype} than fit in memory"
+            ))
+        })
 }
 
 impl Tensor {
@@ -118,6 +123,11 @@ impl Tensor {
         };
         tensor.dtype = dtype;
         tensor
+    }
+
+    /// A host tensor of zeros. `InvalidArgument` for a shape of more elements than fit in memory, for which [`zeros`](Self::zeros) panics.
+    pub fn try_zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
+        Self::zeros(dtype, count_of(dtype, shape)?).reshape(shape)
     }
 
     /// A one-dimensional host tensor of u8 over bytes that others read as well, without a copy. `owner` is asked for its bytes once.
@@ -200,11 +210,7 @@ impl Tensor {
         device: Device,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Self> {
-        let count = count_of(shape)?;
-        count
-            .checked_mul(dtype.size())
-            .filter(|&b| isize::try_from(b).is_ok())
-            .ok_or_else(|| Error::invalid(format!("{count} elements of {dtype} do not fit in memory")))?;
+        let count = count_of(dtype, shape)?;
         if ptr.as_ptr().align_offset(dtype.size()) != 0 {
             return Err(Error::invalid(format!("the memory is not aligned for {dtype}")));
         }
@@ -235,7 +241,7 @@ impl Tensor {
 
     /// The same memory with another shape of as many elements.
     pub fn reshape(mut self, shape: &[usize]) -> Result<Self> {
-        let count = count_of(shape)?;
+        let count = count_of(self.dtype, shape)?;
         if count != self.count {
             return Err(Error::invalid(format!(
                 "cannot view {:?} as {shape:?}: {} and {count} elements",
@@ -633,6 +639,12 @@ mod tests {
             Tensor::zeros(DType::F32, 2).into_vec::<f32>().unwrap(),
             [0.0, 0.0]
         );
+        let t = Tensor::try_zeros(DType::I16, &[2, 3]).unwrap();
+        assert_eq!((t.shape(), t.bytes()), (&[2, 3][..], &[0; 12][..]));
+        for shape in [&[usize::MAX / 4][..], &[usize::MAX, 2]] {
+            let e = Tensor::try_zeros(DType::F64, shape).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        }
     }
 
     #[test]

@@ -246,15 +246,7 @@ pub struct Registry {
 struct Inner {
     map: BTreeMap<(String, DeviceKind), Backend>,
     conflicts: Vec<ConflictRecord>,
-    /// Other name to the name that is meant.
-    aliases: BTreeMap<String, Alias>,
     unusable: Vec<Unusable>,
-}
-
-#[derive(Debug, Clone)]
-struct Alias {
-    name: String,
-    source: Source,
 }
 
 /// A backend's name as it is registered: in lower case.
@@ -353,51 +345,6 @@ impl Registry {
         }
     }
 
-    /// Makes `alias` another name for backend `name`, which need not be registered yet. Only what a provider declares
-    /// here is an alias; none is guessed. A backend that is registered under the very name goes before the alias.
-    ///
-    /// The same alias again is a no-op; another meaning is decided like a backend's key: the stronger provenance, else the
-    /// first, with one warning. Errors: `InvalidArgument` for a bad name or an alias of itself; `Conflict` with `Strict`.
-    pub fn register_alias(
-        &self,
-        alias: &str,
-        name: &str,
-        source: Source,
-        on_conflict: OnConflict,
-    ) -> Result<Outcome> {
-        let (alias, name) = (check_name(alias)?, check_name(name)?);
-        if alias == name {
-            return Err(Error::invalid(format!("'{alias}' cannot be an alias of itself")));
-        }
-        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
-        let new = Alias { name, source };
-        let Some(present) = inner.aliases.get(&alias) else {
-            inner.aliases.insert(alias, new);
-            return Ok(Outcome::Registered);
-        };
-        if present.name == new.name {
-            return Ok(Outcome::AlreadyThere);
-        }
-        let present = present.clone();
-        let text = format!(
-            "alias '{alias}' means '{}' says {} and '{}' says {}",
-            present.name, present.source, new.name, new.source
-        );
-        let replace = match on_conflict {
-            OnConflict::Strict => return Err(Error::new(ErrorKind::Conflict, text)),
-            OnConflict::Replace => true,
-            OnConflict::Keep => new.source.provenance > present.source.provenance,
-        };
-        if replace {
-            tracing::warn!("{text}; the second is used");
-            inner.aliases.insert(alias, new);
-            Ok(Outcome::Replaced(present.source))
-        } else {
-            tracing::warn!("{text}; the first is used");
-            Ok(Outcome::Shadowed(present.source))
-        }
-    }
-
     /// Remembers that the provider at `origin`, named for backend `name` if that is known, cannot be used: a look-up that
     /// finds nothing then says why. The last note for an origin counts.
     pub fn note_unusable(&self, name: Option<&str>, origin: &str, error: Error) {
@@ -415,13 +362,6 @@ impl Registry {
     pub fn unusable(&self) -> Vec<Unusable> {
         let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
         inner.unusable.clone()
-    }
-
-    /// Other names: (alias, the backend that it means), sorted.
-    pub fn aliases(&self) -> Vec<(String, String)> {
-        let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
-        let pairs = inner.aliases.iter();
-        pairs.map(|(alias, a)| (alias.clone(), a.name.clone())).collect()
     }
 
     /// Every key that two providers claimed, with winner and loser.
@@ -456,7 +396,7 @@ impl Registry {
         }
     }
 
-    /// The backend `name` (any case, or an alias) for `device`; with no device, the only one of that name. Of the process's registry every
+    /// The backend `name` (any case) for `device`; with no device, the only one of that name. Of the process's registry every
     /// [`Finder`] has looked before.
     ///
     /// Errors: `NotFound` says what is known, which near name was probably meant, and what was named for it but cannot be
@@ -464,12 +404,7 @@ impl Registry {
     pub fn get(&self, name: &str, device: Option<&DeviceKind>) -> Result<Backend> {
         self.complete();
         let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
-        let mut name = check_name(name)?;
-        if !inner.map.keys().any(|(n, _)| *n == name)
-            && let Some(alias) = inner.aliases.get(&name)
-        {
-            name.clone_from(&alias.name);
-        }
+        let name = check_name(name)?;
         let of_name: Vec<&Backend> = inner.map.values().filter(|b| b.name == name).collect();
         let found: Vec<&Backend> = of_name
             .iter()
@@ -556,8 +491,7 @@ impl Inner {
         for other in self.unusable.iter().filter(|u| u.name.is_none()) {
             text.push_str(&format!(". Not used: {}: {}", other.origin, other.error));
         }
-        let names = self.map.values().map(|b| &b.name).chain(self.aliases.keys());
-        let near = nearest(name, names.map(String::as_str));
+        let near = nearest(name, self.map.values().map(|b| b.name.as_str()));
         if let Some(near) = near.filter(|_| !on_other_devices) {
             text.push_str(&format!(". Did you mean '{near}'?"));
         }

@@ -186,7 +186,7 @@ impl ProcessGroup for Staged {
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        Ok(Tensor::zeros(dtype, count))
+        Tensor::try_zeros(dtype, &[count])
     }
 
     fn split(

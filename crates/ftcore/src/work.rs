@@ -4,6 +4,7 @@
 //! hands it out once. Dropping a `Work` detaches it; dropping a `Completer` fails the work rather than leaving it hang.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -240,9 +241,24 @@ impl Shared {
             self.moved.notify_all();
         }
         for callback in callbacks {
-            callback(&status);
+            self.guard(|| callback(&status));
         }
-        wakers.into_iter().for_each(Waker::wake);
+        for waker in wakers {
+            self.guard(|| waker.wake());
+        }
+    }
+
+    /// Calls what a caller has left here. The thread is an engine's, or waits for another operation: a panic ends neither it nor the group, and
+    /// keeps nobody else from being told.
+    fn guard(&self, call: impl FnOnce()) {
+        if catch_unwind(AssertUnwindSafe(call)).is_err() {
+            let sequence = self.sequence.get().copied();
+            tracing::error!(
+                op = self.kind.name(),
+                sequence,
+                "what this operation called has panicked"
+            );
+        }
     }
 }
 
@@ -394,7 +410,8 @@ impl Work {
         self.0.lock().contributors
     }
 
-    /// Calls `callback` once it has ended: on the engine's thread, or here and now if it has. It must not block.
+    /// Calls `callback` once it has ended: on the engine's thread, or here and now if it has. It must not block. If it panics on the engine's
+    /// thread, that is logged and has no other effect.
     pub fn on_complete(&self, callback: impl FnOnce(&Status) + Send + 'static) {
         let mut guard = self.0.lock();
         if let State::Pending(callbacks) = &mut guard.state {
@@ -468,7 +485,7 @@ impl Recorder {
         };
         self.0.moved.notify_all();
         for callback in callbacks {
-            callback(done.clone());
+            self.0.guard(|| callback(done.clone()));
         }
     }
 }
@@ -594,6 +611,34 @@ mod tests {
         );
         drop(completer);
         assert_eq!(work.wait_done().unwrap_err().kind(), ErrorKind::Internal);
+    }
+
+    struct Bomb;
+
+    impl std::task::Wake for Bomb {
+        fn wake(self: Arc<Self>) {
+            panic!("a waker of the test");
+        }
+    }
+
+    #[test]
+    fn a_callback_that_panics_ends_no_thread_and_the_others_are_called() {
+        let (mut work, completer) = pair();
+        let (tx, rx) = std::sync::mpsc::channel();
+        work.on_recorded(|_| panic!("a callback of the test"));
+        work.on_complete(|_| panic!("a callback of the test"));
+        let (recorded, ended) = (tx.clone(), tx);
+        work.on_recorded(move |_| recorded.send("recorded").unwrap());
+        work.on_complete(move |_| ended.send("ended").unwrap());
+        let unpark = Arc::new(Unpark(std::thread::current())).into();
+        for waker in [Arc::new(Bomb).into(), unpark] {
+            let mut context = Context::from_waker(&waker);
+            assert!(Pin::new(&mut work).poll(&mut context).is_pending());
+        }
+        completer.recorded(Arc::new(crate::ReachedEvent));
+        completer.fail(Error::timeout("no"), Vec::new());
+        assert_eq!(rx.try_iter().collect::<Vec<_>>(), ["recorded", "ended"]);
+        assert_eq!(work.wait_done().unwrap_err().kind(), ErrorKind::Timeout);
     }
 
     #[test]

@@ -125,6 +125,15 @@ impl ErrorFeedback {
         state.end();
     }
 
+    /// Ends the step, whether it `counted` ([`commit`](Self::commit)) or not ([`rollback`](Self::rollback)).
+    pub fn end(&self, counted: bool) {
+        if counted {
+            self.commit();
+        } else {
+            self.rollback();
+        }
+    }
+
     /// The residuals as of the last step that counted, by name, in the order of the names: this rank's part of a checkpoint.
     pub fn state(&self) -> Vec<(String, Vec<f32>)> {
         let state = self.lock();

@@ -122,6 +122,14 @@ impl StateDict {
         self.insert_values(name, shape, values, |v| v.to_le_bytes())
     }
 
+    /// [`Self::insert`] for one-dimensional f32 tensors, each as `prefix/name`.
+    pub fn insert_f32s(&mut self, prefix: &str, tensors: &[(String, Vec<f32>)]) -> Result<()> {
+        let mut all = tensors.iter();
+        all.try_for_each(|(name, values)| {
+            self.insert_f32(format!("{prefix}/{name}"), &[values.len()], values)
+        })
+    }
+
     /// [`Self::insert`] for a one-dimensional i64 tensor (counters, seeds, positions).
     pub fn insert_i64s(&mut self, name: impl Into<String>, values: &[i64]) -> Result<()> {
         self.insert_values(name, &[values.len()], values, |v| v.to_le_bytes())
@@ -176,6 +184,15 @@ impl StateDict {
     /// listed), `InvalidArgument` naming expected and found dtype if it is not f32.
     pub fn get_f32(&self, name: &str) -> Result<Vec<f32>> {
         self.get_values(name, f32::from_le_bytes)
+    }
+
+    /// The f32 tensors whose names are `prefix/name`, by `name`. Errors: as in [`Self::get_f32`], for one of another dtype.
+    pub fn f32s_under(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>> {
+        let under = self.tensors.keys().filter_map(|key| {
+            let name = key.strip_prefix(prefix)?.strip_prefix('/')?;
+            Some(self.get_f32(key).map(|values| (name.to_owned(), values)))
+        });
+        under.collect()
     }
 
     /// Like [`Self::get_f32`], and the shape must be `shape` too: `InvalidArgument` names both otherwise.
@@ -373,6 +390,19 @@ mod tests {
         let e = s.get_f32("v").unwrap_err();
         assert_eq!(e.kind(), ErrorKind::NotFound);
         assert!(e.message().contains("'v'") && e.message().contains("n, w"), "{e}");
+    }
+
+    #[test]
+    fn tensors_put_under_a_prefix_come_back_by_their_names_and_no_others() {
+        let mut s = StateDict::new();
+        s.insert_f32("owed", &[1], &[9.0]).unwrap();
+        s.insert_i64s("owed-2/c", &[9]).unwrap();
+        let all = [("a/b".to_owned(), vec![1.0, 2.0]), ("c".to_owned(), Vec::new())];
+        s.insert_f32s("owed", &all).unwrap();
+        assert_eq!(s.get_f32_shaped("owed/a/b", &[2]).unwrap(), [1.0, 2.0]);
+        assert_eq!(s.f32s_under("owed").unwrap(), all);
+        let e = s.f32s_under("owed-2").unwrap_err();
+        assert!(e.message().contains("'owed-2/c': expected f32"), "{e}");
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! This rank's groups of a [`Layout`]: all ranks agree on the layout once; the members of a group connect when they first ask for it.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
-use ftcore::{Configuration, Error, ErrorKind, ProcessGroup, Result};
+use ftcore::{Configuration, Error, ErrorKind, ProcessGroup, Result, time_left};
 
 use crate::place::Host;
 use crate::{BackendSpec, GroupKind, GroupSpec, Layout, WorldOptions};
@@ -15,6 +15,8 @@ use crate::{BackendSpec, GroupKind, GroupSpec, Layout, WorldOptions};
 /// waits for none. Members ask for their groups in the same order, or from threads of their own: two ranks that each wait for the other in another
 /// group do so until the deadline. Where the world splits groups, those that have several members and no options of their own are there from the start.
 ///
+/// While one thread connects a group, others that ask for it wait with it, each until its own deadline.
+///
 /// A group that failed to connect stays failed: what its members have left in the store would mislead a second attempt.
 pub struct LayoutGroups {
     layout: Layout,
@@ -22,7 +24,9 @@ pub struct LayoutGroups {
     options: WorldOptions,
     /// Of all ranks, under a prefix that no other groups have.
     all: Configuration,
-    slots: Mutex<BTreeMap<Key, Arc<Mutex<Slot>>>>,
+    slots: Mutex<BTreeMap<Key, Slot>>,
+    /// Notified whenever a group was connected or failed.
+    changed: Condvar,
     /// Rank 0's, so that the others find the store.
     _host: Arc<Host>,
 }
@@ -36,7 +40,8 @@ enum Key {
 }
 
 enum Slot {
-    New,
+    /// A call is at it; the lock is free meanwhile.
+    Connecting,
     Connected(Arc<dyn ProcessGroup>),
     Failed(Error),
 }
@@ -50,12 +55,12 @@ impl LayoutGroups {
         host: Arc<Host>,
         split: Vec<(GroupKind, Box<dyn ProcessGroup>)>,
     ) -> Self {
-        let slots = split.into_iter().map(|(kind, group)| {
-            let slot = Slot::Connected(Arc::from(group));
-            (Key::Kind(kind), Arc::new(Mutex::new(slot)))
-        });
+        let slots = split
+            .into_iter()
+            .map(|(kind, group)| (Key::Kind(kind), Slot::Connected(Arc::from(group))));
         Self {
             slots: Mutex::new(slots.collect()),
+            changed: Condvar::new(),
             layout,
             specs,
             options,
@@ -139,24 +144,34 @@ impl LayoutGroups {
         spec: &GroupSpec,
         deadline: Instant,
     ) -> Result<Arc<dyn ProcessGroup>> {
-        let slot = {
-            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-            let slot = slots
-                .entry(key)
-                .or_insert_with(|| Arc::new(Mutex::new(Slot::New)));
-            slot.clone()
-        };
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*slot {
-            Slot::Connected(group) => return Ok(group.clone()),
-            Slot::Failed(error) => return Err(error.clone()),
-            Slot::New => {}
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match slots.get(&key) {
+                None => break,
+                Some(Slot::Connected(group)) => return Ok(group.clone()),
+                Some(Slot::Failed(error)) => return Err(error.clone()),
+                Some(Slot::Connecting) => {}
+            }
+            let left = time_left(deadline);
+            if left.is_zero() {
+                return Err(Error::timeout(format!(
+                    "another call on rank {} is connecting {name} of the layout among ranks {ranks:?}, and had not ended by the deadline of this one",
+                    self.all.rank
+                )));
+            }
+            let woken = self.changed.wait_timeout(slots, left);
+            slots = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
+        slots.insert(key, Slot::Connecting);
+        drop(slots);
         let made = self.connect(name, ranks, spec, deadline);
-        *slot = match &made {
+        let slot = match &made {
             Ok(group) => Slot::Connected(group.clone()),
             Err(error) => Slot::Failed(error.clone()),
         };
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        slots.insert(key, slot);
+        self.changed.notify_all();
         made
     }
 

@@ -8,7 +8,7 @@
 )]
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 // Links the backend, which registers itself.
@@ -538,4 +538,51 @@ fn ranks_meet_at_a_file_or_at_an_address() {
         });
         assert!(sums.iter().all(|s| matches!(s, Ok(3.0))), "{target}: {sums:?}");
     }
+}
+
+#[test]
+fn a_call_for_a_group_that_another_thread_is_connecting_waits_for_it_until_its_own_deadline() {
+    let (connects, connecting) = mpsc::channel();
+    let (go, gone) = mpsc::channel::<()>();
+    let (made, gone) = (Mutex::new(0), Mutex::new(gone));
+    let make: Arc<Make> = Arc::new(move |name, device, options| {
+        let mut made = made.lock().unwrap();
+        *made += 1;
+        // The first is the world's own. The layout's stands still, as for a member that has not come.
+        if *made == 2 {
+            connects.send(()).unwrap();
+            gone.lock().unwrap().recv().unwrap();
+        }
+        Registry::global().create(name, device, options)
+    });
+    let options = WorldOptions {
+        make,
+        split_groups: Some(false),
+        ..WorldOptions::default()
+    };
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let world = World::with_store(store, 0, 1, options, soon()).unwrap();
+    let layout = Layout::new(1, LayoutSpec::default()).unwrap();
+    let groups = world.layout(layout, BTreeMap::new(), soon()).unwrap();
+    let group = |deadline| groups.group(GroupKind::Tensor, deadline);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| group(soon()));
+        connecting.recv().unwrap();
+        let (tell, told) = mpsc::channel();
+        scope.spawn(move || tell.send(group(deadline_in(Duration::from_millis(20))).map(drop)));
+        let told = told.recv_timeout(Duration::from_secs(30));
+        let patient = scope.spawn(|| group(soon()));
+        go.send(()).unwrap();
+        let error = told.unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(
+            error.message().contains("is connecting tp-0 of the layout"),
+            "{error}"
+        );
+        let first = first.join().unwrap().unwrap().unwrap();
+        let patient = patient.join().unwrap().unwrap().unwrap();
+        assert!(Arc::ptr_eq(&first, &patient));
+        // One that is there takes no time.
+        assert!(Arc::ptr_eq(&first, &group(Instant::now()).unwrap().unwrap()));
+    });
 }

@@ -46,26 +46,6 @@ impl ParamSet {
             slices::write(&p.label, p.var.as_tensor(), |w| f(w, g))
         })?
     }
-
-    /// Copies all gradients, one after the other in order, into `flat` of [`ParamSet::total`] elements. Errors: as in
-    /// [`ParamSet::with_grad`], or another length.
-    pub fn copy_grads_to(&self, grads: &GradStore, flat: &mut [f32]) -> Result<()> {
-        self.check_grads(grads)?;
-        let total = self.total();
-        if flat.len() != total {
-            return Err(Error::invalid(format!(
-                "{total} gradient elements do not fit a buffer of {}",
-                flat.len()
-            )));
-        }
-        let mut rest = flat;
-        for i in 0..self.len() {
-            let (here, after) = rest.split_at_mut_checked(self.numel(i)).unwrap_or_default();
-            self.with_grad(grads, i, |g| here.copy_from_slice(g))?;
-            rest = after;
-        }
-        Ok(())
-    }
 }
 
 /// Fails with `ErrorKind::InvalidState` if there are parameters without a gradient: `names`.
@@ -148,7 +128,7 @@ mod tests {
             "{e}"
         );
         assert!(set.with_grad(&grads, 1, |_| ()).is_err());
-        assert!(set.copy_grads_to(&grads, &mut [0.0; 9]).is_err());
+        assert!(set.gradients(&grads).is_err());
     }
 
     #[test]
@@ -164,15 +144,8 @@ mod tests {
         let columns = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0, 5.0, 6.0], (3, 2), device).unwrap();
         grads.insert(&a, columns.t().unwrap());
         assert!(!grads.get(&a).unwrap().is_contiguous());
-        let mut flat = vec![0.0; set.total()];
-        set.copy_grads_to(&grads, &mut flat).unwrap();
-        assert_eq!(flat, [1.0, 3.0, 5.0, 2.0, 4.0, 6.0, 1.0, 1.0]);
-        let e = set.copy_grads_to(&grads, &mut [0.0; 3]).unwrap_err();
-        assert!(
-            e.to_string()
-                .contains("8 gradient elements do not fit a buffer of 3"),
-            "{e}"
-        );
+        let values = set.gradients(&grads).unwrap();
+        assert_eq!(values, [vec![1.0, 3.0, 5.0, 2.0, 4.0, 6.0], vec![1.0, 1.0]]);
     }
 
     #[test]

@@ -107,11 +107,6 @@ impl ParamSet {
         self.params.iter().map(|p| p.name.as_str())
     }
 
-    /// The shapes, in order.
-    pub fn shapes(&self) -> impl ExactSizeIterator<Item = &[usize]> {
-        self.params.iter().map(|p| p.var.dims())
-    }
-
     /// The name of parameter `i`; `""` if there is none.
     pub fn name(&self, i: usize) -> &str {
         self.params.get(i).map_or("", |p| p.name.as_str())
@@ -189,7 +184,6 @@ mod tests {
         );
         // A computation built after the write uses the new value.
         assert_eq!(v.sum_all().unwrap().to_scalar::<f32>().unwrap(), 66.0);
-        assert_eq!(set.shapes().collect::<Vec<_>>(), [[2, 3]]);
         assert_eq!((set.len(), set.numel(0), set.total()), (1, 6, 6));
     }
 

@@ -3,8 +3,10 @@
 //! Bytes, because a piece of a message may begin anywhere in a tensor. `numbers` says what an operation means, `loops` walks
 //! over the bytes, `x86` compiles the same loops for wider registers; which is used is decided once. All give the same bytes
 //! (INV-3): f16 and bf16 are computed in f32 and rounded once per call, a NaN result is the one positive quiet NaN of its type,
-//! and -0 is less than +0, so that neither the machine nor the order of two operands shows; bool is 0 or 1 (L16).
+//! and -0 is less than +0, so that neither the machine nor the order of two operands shows; the thread's own mode for floats does not
+//! count (`float_mode`); bool is 0 or 1 (L16).
 
+mod float_mode;
 mod loops;
 mod numbers;
 #[cfg(test)]
@@ -19,6 +21,7 @@ use std::sync::OnceLock;
 use ftcore::{DType, DTypeSet, Error, ErrorKind, ReduceOp, Result, copy_bytes};
 use half::{bf16, f16};
 
+use float_mode::DefaultMode;
 use loops::{Loops, Operands, Plain};
 use numbers::{
     Add, And, Bf16Pair, Both, DivideBy, Either, Fold, Least, Map, Most, Multiply, Neutral, OneOfTwo, Or,
@@ -68,6 +71,13 @@ impl Width {
     }
 
     fn reduce(self, dtype: DType, op: ReduceOp, operands: Operands<'_>) -> Result<()> {
+        let _mode = dtype.is_float().then(DefaultMode::set);
+        self.reduce_here(dtype, op, operands)
+    }
+
+    /// In the thread's own mode. Not inlined, so that nothing of it can move out from between the two changes of the mode.
+    #[inline(never)]
+    fn reduce_here(self, dtype: DType, op: ReduceOp, operands: Operands<'_>) -> Result<()> {
         match self {
             Self::Plain(loops) => reduce_with(loops, dtype, op, operands),
             #[cfg(target_arch = "x86_64")]
@@ -78,6 +88,13 @@ impl Width {
     }
 
     fn map(self, dtype: DType, map: impl Map, data: &mut [u8]) -> Option<()> {
+        let _mode = dtype.is_float().then(DefaultMode::set);
+        self.map_here(dtype, map, data)
+    }
+
+    /// Likewise.
+    #[inline(never)]
+    fn map_here(self, dtype: DType, map: impl Map, data: &mut [u8]) -> Option<()> {
         match self {
             Self::Plain(loops) => map_with(loops, dtype, map, data),
             #[cfg(target_arch = "x86_64")]

@@ -1,10 +1,12 @@
 //! What the kernels promise, for every way in which this machine can run them.
 
+use std::hint::black_box;
 use std::ops::Range;
 
 use ftcore::{Bool, Element, Tensor};
 use proptest::prelude::*;
 
+use super::float_mode::foreign::{MODES, with};
 use super::*;
 
 const OPS: [ReduceOp; 9] = [
@@ -290,6 +292,51 @@ fn every_width_gives_the_same_bytes_at_every_length_and_address() {
             same_everywhere(dtype, op, &a, &b, offsets);
         }
     }
+}
+
+#[test]
+fn inv3_results_do_not_depend_on_how_the_thread_computes_with_floats_and_that_stays_as_it_is() {
+    let mut noise = Noise(2);
+    for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+        let a = elements(dtype, 1021, &mut noise);
+        let b = elements(dtype, 1021, &mut noise);
+        for width in Width::available() {
+            let all = || {
+                let mut results: Vec<Vec<u8>> = Vec::new();
+                for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
+                    let mut into = a.clone();
+                    let operands = Operands::InPlace {
+                        into: &mut into,
+                        from: &b,
+                    };
+                    width.reduce(dtype, op, operands).unwrap();
+                    results.push(into);
+                }
+                let mut into = a.clone();
+                width.map(dtype, DivideBy(3), &mut into).unwrap();
+                width.map(dtype, ScaleBy(0.1), &mut into).unwrap();
+                results.push(into);
+                results
+            };
+            let expected = all();
+            for mode in MODES {
+                // Compared outside: the mode is the kernels' affair alone.
+                let results = with(mode, all);
+                assert!(results == expected, "{dtype}, {width:?}, mode {mode:x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_modes_of_these_tests_would_show() {
+    let (tiny, third) = (black_box(f32::from_bits(1)), black_box(3f32));
+    let [flushes, rounds] = MODES;
+    for mode in MODES.into_iter().filter(|mode| *mode != 0) {
+        assert_eq!(with(mode, || black_box(tiny + tiny)).to_bits(), 0);
+    }
+    let two_thirds = || black_box(black_box(2f32) / third);
+    assert_eq!(with(rounds, two_thirds) == two_thirds(), flushes == rounds);
 }
 
 proptest! {

@@ -13,6 +13,7 @@ use ftcore::{Error, ErrorKind, Result, descriptors};
 use super::{Common, Rendezvous};
 use crate::options::Transport;
 use crate::transport::lines;
+use crate::transport::shm::HANDLES;
 use crate::transport::tcp::{self, Counters, Link, Moved, Stream, moved};
 use crate::wire::{Hello, Purpose};
 
@@ -104,20 +105,21 @@ impl Rendezvous<'_> {
             let over_unix = || Incoming::over_unix(listener, counters);
             taken = taken.and(self.strangers.accept(over_unix));
         }
-        self.go_on_after(taken, "accepting a connection")?;
+        self.go_on_after(taken, 1, "accepting a connection")?;
         loop {
             match self.strangers.greeted() {
                 Ok(Some(greeted)) => self.recognise(greeted)?,
                 Ok(None) => return Ok(()),
-                Err(error) => self.go_on_after(Err(error), "taking shared memory")?,
+                Err(error) => self.go_on_after(Err(error), HANDLES, "taking shared memory")?,
             }
         }
     }
 
-    /// What the system refuses is transient (a connection that was reset while it waited), unless this process has no room for another one.
-    fn go_on_after(&self, done: io::Result<()>, what: &str) -> Result<()> {
+    /// What the system refuses is transient (a connection that was reset while it waited), unless this process has no room for the `needed` descriptors
+    /// of another one.
+    fn go_on_after(&self, done: io::Result<()>, needed: usize, what: &str) -> Result<()> {
         match done {
-            Err(error) if descriptors::is_limit(&error) && !descriptors::raise() => {
+            Err(error) if descriptors::is_limit(&error) && !descriptors::raise_for(needed) => {
                 Err(self.named(descriptors::reached(what)))
             }
             Err(error) => {

@@ -21,6 +21,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ftcore::forked::Parents;
 use ftcore::identity::hello::{NO_RANK, Topic};
 use ftcore::identity::may_listen;
 use ftcore::identity::strangers::Strangers;
@@ -138,11 +139,11 @@ struct Rendezvous<'a> {
     settings: &'a Settings,
     counters: Arc<Counters>,
     began: Instant,
-    listener: TcpListener,
+    listener: Parents<TcpListener>,
     /// How connections to other hosts are controlled, if that could be asked.
     control: Option<String>,
     /// Where ranks of this host come in, and what they are given; `None` without shared memory.
-    local: Option<(UnixListener, Region)>,
+    local: Option<(Parents<UnixListener>, Region)>,
     card: Card,
     /// By rank; `None` where not known yet.
     cards: Vec<Option<Card>>,
@@ -185,14 +186,14 @@ pub(crate) fn connect(
 }
 
 /// Shared memory and the socket at which it is handed out, under a name of its own.
-fn open_local(world: u32) -> Result<(UnixListener, Region, String)> {
+fn open_local(world: u32) -> Result<(Parents<UnixListener>, Region, String)> {
     let region = Region::new(world)?;
     let name = format!("oxccl-gloo-{}-{:016x}", std::process::id(), nonce());
     let listener = std::os::unix::net::SocketAddr::from_abstract_name(&name)
-        .and_then(|address| UnixListener::bind_addr(&address))
+        .and_then(|address| descriptors::with_room(|| UnixListener::bind_addr(&address)))
         .and_then(|l| l.set_nonblocking(true).map(|()| l))
         .map_err(|e| Error::io("listening on a Unix socket", e))?;
-    Ok((listener, region, name))
+    Ok((listener.into(), region, name))
 }
 
 /// One more than the number of the core to which this thread is bound; 0 if it may run on several, or that number is too large.
@@ -238,11 +239,7 @@ impl<'a> Rendezvous<'a> {
             settings.credentials.as_deref(),
             false,
         )?;
-        let listen = || TcpListener::bind((bind, 0));
-        let listener = match listen() {
-            Err(error) if descriptors::is_limit(&error) && descriptors::raise() => listen(),
-            other => other,
-        };
+        let listener = descriptors::with_room(|| TcpListener::bind((bind, 0)));
         let listener = listener
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
             .map_err(|e| Error::io(format!("listening on {bind}"), e))?;
@@ -295,7 +292,7 @@ impl<'a> Rendezvous<'a> {
             settings,
             counters,
             began: now,
-            listener,
+            listener: listener.into(),
             control,
             local,
             card,

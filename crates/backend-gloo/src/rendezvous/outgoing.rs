@@ -237,7 +237,7 @@ impl Rendezvous<'_> {
                 if have == Hello::BYTES {
                     self.answered(rank, purpose, link, &buffer, handles)?;
                     (Dial::Done, false)
-                } else if moved == Moved::Closed && link.starved && !descriptors::raise() {
+                } else if moved == Moved::Closed && link.starved {
                     return Err(self.named(descriptors::reached("taking shared memory")));
                 } else if moved == Moved::Closed {
                     tracing::debug!(rank, %address, "the rank closed the connection; trying again");
@@ -379,7 +379,7 @@ impl Rendezvous<'_> {
     }
 
     fn is_this_host(&self, card: &Card) -> bool {
-        card.host == self.card.host && card.host != "unknown"
+        ftcore::host_address::is_here(&card.host)
     }
 }
 

@@ -47,9 +47,10 @@ impl Rates {
     pub(crate) fn of(seen: &[Seen]) -> Self {
         let world = seen.len();
         let others = (world.max(2) - 1) as f64;
+        // In floats: what other ranks report may be any number.
         let into: Vec<f64> = seen
             .iter()
-            .map(|s| s.own_turn.iter().sum::<u64>() as f64)
+            .map(|s| s.own_turn.iter().map(|n| *n as f64).sum())
             .collect();
         let out: Vec<f64> = (0..world)
             .map(|rank| seen.iter().map(|s| at(&s.their_turn, rank)).sum())
@@ -302,6 +303,25 @@ mod tests {
             3
         ]);
         assert!(nothing.best().iter().all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn whatever_ranks_report_the_shares_make_a_whole() {
+        let numbers = [0, 1, 1 << 32, u64::MAX];
+        for case in 0..1usize << 12 {
+            let number = |at: usize| numbers[case >> (2 * at) & 3];
+            // Every rank has a turn of large numbers; what the others have seen in them varies.
+            let seen = [0, 2, 4].map(|at| Seen {
+                own_turn: vec![u64::MAX, number(at), number(at + 1)],
+                their_turn: vec![number(at + 1), u64::MAX, number(at)],
+            });
+            let rates = Rates::of(&seen);
+            let best = rates.best();
+            assert!(best.iter().all(|x| (0.0..=1.0).contains(x)), "{case}: {best:?}");
+            if let Some(shares) = rates.shares() {
+                assert_eq!(shares.iter().sum::<u32>(), WHOLE, "{case}: {shares:?}");
+            }
+        }
     }
 
     /// The least time of any shares that are multiples of 1/`steps`.

@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use ftcore::forked::Parents;
 use ftcore::lifecycle::nonce;
 use ftcore::{Error, Result};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -29,7 +30,7 @@ pub(crate) type Listener = Arc<dyn Fn() + Send + Sync>;
 
 /// What the thread and the holders of a line have in common.
 struct Wire {
-    socket: OwnedFd,
+    socket: Parents<OwnedFd>,
     /// How it showed that the process is gone.
     down: OnceLock<String>,
     /// Bytes that came in.
@@ -110,7 +111,7 @@ pub(crate) fn known(process: u64, id: u64) -> Option<Arc<Line>> {
 /// From now on `socket`, which does not block, is the line of that number to `process`.
 ///
 /// Errors: `Io` if the thread that watches lines cannot be started.
-pub(crate) fn open(process: u64, id: u64, socket: OwnedFd) -> Result<Arc<Line>> {
+pub(crate) fn open(process: u64, id: u64, socket: Parents<OwnedFd>) -> Result<Arc<Line>> {
     let wire = Arc::new(Wire {
         socket,
         down: OnceLock::new(),
@@ -294,7 +295,10 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         theirs.set_read_timeout(Some(SOON)).unwrap();
-        (open(process, new_id(), ours.into()).unwrap(), theirs)
+        (
+            open(process, new_id(), OwnedFd::from(ours).into()).unwrap(),
+            theirs,
+        )
     }
 
     #[test]

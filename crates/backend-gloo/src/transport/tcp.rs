@@ -8,13 +8,15 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ftcore::forked::Parents;
 use ftcore::identity::records::{NotAuthentic, Opener, Sealer};
-use ftcore::{Error, ErrorKind, Result, Traffic};
+use ftcore::{Error, ErrorKind, Result, Traffic, descriptors};
 use rustix::io::Errno;
 use rustix::net::sockopt::{set_tcp_congestion, tcp_congestion};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
 use super::shm;
+use crate::raw;
 
 /// Bytes moved by a group over all its configurations.
 #[derive(Debug, Default)]
@@ -82,7 +84,7 @@ pub(crate) enum Moved {
 /// A connection to one peer.
 #[derive(Debug)]
 pub(crate) struct Link {
-    stream: Arc<OwnedFd>,
+    stream: Arc<Parents<OwnedFd>>,
     counters: Arc<Counters>,
     /// A read may give something: true until one did not, and again when poll says so.
     pub(crate) readable: bool,
@@ -94,15 +96,19 @@ pub(crate) struct Link {
     pub(crate) write_closed: Option<String>,
     /// It failed, rather than being closed in good order: what was under way may be lost.
     pub(crate) broke: bool,
-    /// This process had no room for handles that came.
+    /// This process has no room for handles that came.
     pub(crate) starved: bool,
     /// What came in is not what the peer sent.
     forged: bool,
+    /// Something came that nobody here wants any more.
+    overtaken: bool,
     /// Of an encrypted connection: what the reader, and what the writer needs.
     opener: Option<Box<Opener>>,
     sealer: Option<Box<Sealer>>,
 }
 
+/// Reads of what a peer still says, at most, at a time.
+const UNREAD: usize = 64;
 /// An encrypted link writes so much at once, as records of their own.
 const AT_ONCE: usize = 256 * 1024;
 
@@ -132,15 +138,15 @@ impl Link {
     }
 
     /// The socket alone, unless another hand holds it.
-    pub(crate) fn into_socket(self) -> Option<OwnedFd> {
+    pub(crate) fn into_socket(self) -> Option<Parents<OwnedFd>> {
         Arc::into_inner(self.stream)
     }
 
     fn over(stream: OwnedFd, counters: Arc<Counters>) -> Self {
-        Self::hand(Arc::new(stream), counters)
+        Self::hand(Arc::new(stream.into()), counters)
     }
 
-    fn hand(stream: Arc<OwnedFd>, counters: Arc<Counters>) -> Self {
+    fn hand(stream: Arc<Parents<OwnedFd>>, counters: Arc<Counters>) -> Self {
         Self {
             stream,
             counters,
@@ -151,6 +157,7 @@ impl Link {
             broke: false,
             starved: false,
             forged: false,
+            overtaken: false,
             opener: None,
             sealer: None,
         }
@@ -172,6 +179,7 @@ impl Link {
 
     /// As [`read`](Self::read), on a local connection, with the handles that came along.
     pub(crate) fn read_handles(&mut self, buffer: &mut [u8], handles: &mut Vec<OwnedFd>) -> Moved {
+        let mut raised = false;
         loop {
             match shm::receive(&self.stream, buffer, handles) {
                 Ok(0) => {
@@ -187,6 +195,8 @@ impl Link {
                     self.readable = false;
                     return Moved::Nothing;
                 }
+                // They are still there, and come once: a peer that handed them over counts this rank as connected.
+                Err(Errno::MFILE) if !raised && descriptors::raise_for(shm::HANDLES) => raised = true,
                 Err(e) => {
                     self.read_closed = Some(format!("the connection broke ({e})"));
                     (self.broke, self.starved) = (true, e == Errno::MFILE);
@@ -308,6 +318,28 @@ impl Link {
                     return Moved::Closed;
                 }
             }
+        }
+    }
+
+    /// How much of what was written could be lost if the connection were closed now. What comes in is read and dropped: a socket that is closed with
+    /// something unread breaks, and so does one for which something comes after.
+    ///
+    /// That can be told of a peer that sends: then all counts that it has not acknowledged. Of another one only what was not sent once, as it may take
+    /// its time to acknowledge the rest.
+    pub(crate) fn at_risk(&mut self) -> usize {
+        let mut sink = [0; 4096];
+        for _ in 0..UNREAD {
+            match self.read_closed.is_none().then(|| self.receive(&mut sink)) {
+                Some(Moved::Bytes(_)) => self.overtaken = true,
+                _ => break,
+            }
+        }
+        if self.read_closed.is_some() || self.write_closed.is_some() {
+            return 0;
+        }
+        match self.overtaken {
+            true => raw::unacknowledged(&self.stream),
+            false => raw::unsent(&self.stream),
         }
     }
 

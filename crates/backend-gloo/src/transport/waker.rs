@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use ftcore::{Error, Result};
+use ftcore::{Error, Result, descriptors};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// An eventfd: any number of wakes before the engine looks count as one.
@@ -10,9 +10,10 @@ pub(crate) struct Waker(OwnedFd);
 
 impl Waker {
     pub(crate) fn new() -> Result<Self> {
-        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        descriptors::with_room(|| Ok(eventfd(0, flags)?))
             .map(Self)
-            .map_err(|e| Error::io("creating an eventfd", e.into()))
+            .map_err(|e| Error::io("creating an eventfd", e))
     }
 
     /// Never blocks: if the counter is full, the engine is awake anyway.

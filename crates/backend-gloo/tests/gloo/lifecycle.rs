@@ -299,6 +299,30 @@ fn a_dropped_work_is_detached_and_its_operation_still_happens() {
 }
 
 #[test]
+fn a_callback_that_panics_ends_neither_its_group_nor_its_operation() {
+    for transport in ["shm", "tcp"] {
+        with_groups_over(transport, 2, |rank, group| {
+            let one = || Tensor::from_vec(vec![1i32]);
+            let sum = || group.all_reduce(one(), ReduceOp::Sum).unwrap();
+            if rank == 0 {
+                let works = [sum(), group.recv(one(), 1, 3).unwrap()];
+                for work in &works {
+                    work.on_complete(|_| panic!("a callback of the test"));
+                }
+                // Only now rank 1 does its part.
+                group.send(one(), 1, 0).unwrap().wait(soon()).unwrap();
+                works.iter().for_each(|work| work.wait(soon()).unwrap());
+            } else {
+                group.recv(one(), 0, 0).unwrap().wait(soon()).unwrap();
+                sum().wait(soon()).unwrap();
+                group.send(one(), 0, 3).unwrap().wait(soon()).unwrap();
+            }
+            assert_eq!(sum().take_tensor().unwrap().into_vec::<i32>().unwrap(), [2]);
+        });
+    }
+}
+
+#[test]
 fn dropping_a_group_with_pending_work_fails_that_work() {
     with_groups(2, |rank, group| {
         if rank == 1 {

@@ -4,8 +4,9 @@
 use std::process::Command;
 
 use ftcore::{Collective, DType, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::ranks::{eventually, soon, with_groups, with_groups_over};
+use crate::ranks::{configuration, eventually, group_over, soon, store, with_groups, with_groups_over};
 
 pub(crate) fn threads() -> usize {
     std::fs::read_dir("/proc/self/task")
@@ -303,6 +304,62 @@ fn sockets() {
 #[test]
 fn a_pair_has_as_many_sockets_as_it_was_told() {
     in_a_process_of_its_own("resources::sockets");
+}
+
+/// Runs in a process of its own, see below.
+#[test]
+#[ignore = "run by ranks_that_may_make_no_large_files_meet_over_tcp in a process of its own"]
+fn small_files() {
+    let maximum = getrlimit(Resource::Fsize).maximum;
+    let limit = Rlimit {
+        current: Some(1 << 16),
+        maximum,
+    };
+    setrlimit(Resource::Fsize, limit).unwrap();
+    with_groups(2, |_, group| {
+        assert_eq!(group.transport(), "tcp");
+        group.barrier().unwrap();
+    });
+    let group = group_over("shm");
+    let error = group.configure(configuration(&store(), 1, 0, 2)).unwrap_err();
+    assert!(error.to_string().contains("RLIMIT_FSIZE"), "{error}");
+}
+
+#[test]
+fn ranks_that_may_make_no_large_files_meet_over_tcp() {
+    in_a_process_of_its_own("resources::small_files");
+}
+
+/// Runs in a process of its own, see below.
+#[test]
+#[ignore = "run by a_limit_on_descriptors_that_is_met_at_any_point_of_a_configuration_is_raised in a process of its own"]
+fn few_descriptors() {
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    // Everything that stays with the process is there.
+    with_groups(3, |_, group| group.barrier().unwrap());
+    for transport in ["shm", "tcp", "mixed"] {
+        let mut met = 0;
+        for room in 0..60 {
+            eventually("the end of the threads", || threads() == 0);
+            let limit = Rlimit {
+                current: Some(1024),
+                maximum,
+            };
+            setrlimit(Resource::Nofile, limit).unwrap();
+            // All are taken but a few of the lowest, so that nothing shows that the limit is near.
+            let mut taken: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+            taken.drain(..room);
+            with_groups_over(transport, 3, |_, group| group.barrier().unwrap());
+            met += u32::from(getrlimit(Resource::Nofile).current == maximum);
+            drop(taken);
+        }
+        assert!(met > 10, "over {transport} the limit was met {met} times only");
+    }
+}
+
+#[test]
+fn a_limit_on_descriptors_that_is_met_at_any_point_of_a_configuration_is_raised() {
+    in_a_process_of_its_own("resources::few_descriptors");
 }
 
 #[test]

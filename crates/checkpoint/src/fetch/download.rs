@@ -608,11 +608,12 @@ impl Download {
             .values()
             .map(|r| r.progress + STANDSTILL)
             .filter(|at| *at > now);
+        // Long over where the choice is still open.
         let agreement = self.complete_since.map(|since| since + AGREEMENT);
         let choice = self.choosing.as_ref().and_then(Choosing::next_look);
         pauses
             .chain(stands)
-            .chain(agreement)
+            .chain(agreement.filter(|at| *at > now))
             .chain(choice.filter(|at| *at > now))
             .min()
             .unwrap_or(self.deadline)
@@ -685,5 +686,23 @@ fn from_peer(kind: ErrorKind) -> ErrorKind {
     match kind {
         ErrorKind::InvalidArgument | ErrorKind::Unsupported => ErrorKind::Protocol,
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_download_that_is_complete_and_waits_for_the_choice_sleeps_until_there_is_something_to_do() {
+        let fetch = Fetch::step(ftcore::Step(5), Vec::new());
+        let begun = Instant::now();
+        let deadline = begun + Duration::from_secs(60);
+        let mut download = Download::new(fetch, deadline, FetchOptions::default());
+        download.complete_since = Some(begun);
+        assert_eq!(download.next_look(begun), begun + AGREEMENT);
+        for later in [AGREEMENT, 2 * AGREEMENT] {
+            assert_eq!(download.next_look(begun + later), deadline);
+        }
     }
 }

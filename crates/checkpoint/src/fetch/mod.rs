@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ftcore::{Epoch, Error, ErrorKind, Result, Step, time_left};
 use identity::{Party, Role, name_of};
 
-use crate::{SnapshotId, StateDict};
+use crate::{LONGEST, SnapshotId, StateDict};
 
 mod assembly;
 mod choosing;
@@ -234,6 +234,7 @@ impl Fetch {
             )));
         }
         let mut options = options.clone();
+        options.stall_timeout = options.stall_timeout.min(LONGEST);
         if options.party.is_none() {
             options.party = identity::credentials(None)?
                 .map(|c| Party::tool(&c))
@@ -297,7 +298,30 @@ pub fn fetch_with(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HttpTransport, Snapshot};
+    use crate::{HttpTransport, Snapshot, TransportOptions};
+
+    #[test]
+    fn without_time_limits_a_state_is_served_and_fetched() {
+        let options = TransportOptions {
+            greeting_timeout: Duration::MAX,
+            idle_timeout: Duration::MAX,
+            stall_timeout: Duration::MAX,
+            ..TransportOptions::default()
+        };
+        let server = HttpTransport::start_with("127.0.0.1:0", None, options).unwrap();
+        let mut state = StateDict::new();
+        // More than a socket takes at once: the server waits for its reader.
+        let values = vec![1.0; 16 << 20];
+        state.insert_f32("w", &[values.len()], &values).unwrap();
+        server.publish(Snapshot::new(Step(5), Epoch(1), &state).unwrap());
+        let options = FetchOptions {
+            stall_timeout: Duration::MAX,
+            ..FetchOptions::default()
+        };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let (_, fetched) = fetch_with(&[server.metadata()], Step(5), deadline, &options).unwrap();
+        assert_eq!(fetched, state);
+    }
 
     #[test]
     fn a_dtype_that_only_the_source_knows_is_its_fault_and_no_unsupported_call_of_ours() {

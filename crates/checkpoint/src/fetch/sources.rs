@@ -3,11 +3,13 @@
 //! What a source sends, its URL included, is never our own wrong argument: the errors here are `Protocol`, `Corrupt`,
 //! `PeerLost`, `Unavailable` or `NotFound`, and name it.
 
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use blake3::{Hash, Hasher};
 use bytes::BytesMut;
+use ftcore::forked::Parents;
 use ftcore::{Epoch, Error, ErrorKind, Result, Step};
 use hyper::{StatusCode, Uri};
 use identity::{Party, Role};
@@ -160,6 +162,7 @@ impl Connection {
             })?;
         // Only a matter of latency.
         let _ = stream.set_nodelay(true);
+        let stream = Pin::new(Parents::new(stream));
         let Some(party) = &source.party else {
             return Ok(Self(Wire::over(stream)));
         };

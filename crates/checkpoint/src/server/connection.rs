@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
+use ftcore::forked::Parents;
 use ftcore::{Epoch, Step, accept_failure};
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::server::conn::http1;
@@ -77,7 +78,7 @@ pub(super) async fn serve(
 ) -> usize {
     let mut tasks = JoinSet::new();
     let listener = match tokio::net::TcpListener::from_std(listener) {
-        Ok(listener) => listener,
+        Ok(listener) => Parents::new(listener),
         Err(e) => {
             tracing::error!("the checkpoint server cannot use its socket: {e}");
             return 0;

@@ -20,8 +20,8 @@ use ftcore::{
 use identity::{Acceptor, Party};
 use tokio::sync::watch;
 
-use crate::Snapshot;
 use crate::background::yield_to_training;
+use crate::{LONGEST, Snapshot};
 
 pub(crate) mod body;
 mod connection;
@@ -111,13 +111,24 @@ impl HttpTransport {
     }
 
     /// [`Self::start`] with other limits; `InvalidArgument` if one of them is zero.
-    pub fn start_with(bind: &str, advertise_host: Option<&str>, options: TransportOptions) -> Result<Self> {
+    pub fn start_with(
+        bind: &str,
+        advertise_host: Option<&str>,
+        mut options: TransportOptions,
+    ) -> Result<Self> {
         if options.max_connections == 0
             || options.greeting_timeout.is_zero()
             || options.idle_timeout.is_zero()
             || options.stall_timeout.is_zero()
         {
             return Err(Error::invalid(format!("a limit of zero in {options:?}")));
+        }
+        for limit in [
+            &mut options.greeting_timeout,
+            &mut options.idle_timeout,
+            &mut options.stall_timeout,
+        ] {
+            *limit = LONGEST.min(*limit);
         }
         split_address(bind).map_err(|e| Error::invalid(format!("checkpoint server: {}", e.message())))?;
         let party = match &options.party {

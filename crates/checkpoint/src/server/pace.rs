@@ -8,6 +8,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use ftcore::forked::Parents;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, sleep};
@@ -17,7 +18,7 @@ const MIN_BYTES: usize = 64 << 10;
 
 #[derive(Debug)]
 pub(super) struct Paced {
-    stream: TcpStream,
+    stream: Pin<Parents<TcpStream>>,
     window: Duration,
     end_of_window: Pin<Box<Sleep>>,
     /// True while a window runs.
@@ -28,7 +29,7 @@ pub(super) struct Paced {
 impl Paced {
     pub(super) fn new(stream: TcpStream, window: Duration) -> Self {
         Self {
-            stream,
+            stream: Pin::new(Parents::new(stream)),
             window,
             end_of_window: Box::pin(sleep(window)),
             watching: false,

@@ -155,7 +155,7 @@ impl<B: Backend> ProcessGroup for Group<B> {
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        Ok(Tensor::zeros(dtype, count))
+        Tensor::try_zeros(dtype, &[count])
     }
 
     fn split(

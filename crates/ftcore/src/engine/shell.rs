@@ -5,7 +5,6 @@
 //! and leaves its part there.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -578,14 +577,7 @@ impl<D: Driver> Engine<D> {
         if !std::mem::replace(&mut state.telling, true) {
             while let Some(outgoing) = state.outgoing.pop_front() {
                 drop(state);
-                // A callback that panics must not keep the others from being told.
-                let said = catch_unwind(AssertUnwindSafe(|| self.say(outgoing)));
-                if said.is_err() {
-                    tracing::error!(
-                        rank = self.place.rank,
-                        "what a completed operation called has panicked"
-                    );
-                }
+                self.say(outgoing);
                 state = self.lock();
             }
             state.telling = false;

@@ -89,18 +89,51 @@ pub fn dump_to(folder: &Path, why: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Whether a thread writes, and whether something has failed since it began to.
+pub(super) struct Writer(AtomicU8);
+
 const IDLE: u8 = 0;
 const WRITES: u8 = 1;
 const AGAIN: u8 = 2;
 
+impl Writer {
+    pub(super) const fn new() -> Self {
+        Self(AtomicU8::new(IDLE))
+    }
+
+    /// Asks for a record. True if the caller has to start the thread; in one step, as a thread that is there may end at any time.
+    pub(super) fn ask(&self) -> bool {
+        let next = |state| Some(if state == IDLE { WRITES } else { AGAIN });
+        let before = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
+        before == Ok(IDLE)
+    }
+
+    /// The thread begins to write: what was asked for before will be in it.
+    pub(super) fn begin(&self) {
+        self.0.store(WRITES, Ordering::Release);
+    }
+
+    /// The thread has written. True if it ends; false if it was asked again.
+    pub(super) fn end(&self) -> bool {
+        let over = self
+            .0
+            .compare_exchange(WRITES, IDLE, Ordering::AcqRel, Ordering::Acquire);
+        over.is_ok()
+    }
+
+    /// There is no thread.
+    fn give_up(&self) {
+        self.0.store(IDLE, Ordering::Release);
+    }
+}
+
 /// A configuration has failed for the first time. Does not block: the file is written by a thread that the end of the process waits for.
 pub(super) fn after_failure(why: &str) {
-    static STATE: AtomicU8 = AtomicU8::new(IDLE);
+    static WRITER: Writer = Writer::new();
     let Some(folder) = said().folder.clone() else {
         return;
     };
-    if STATE.fetch_max(WRITES, Ordering::AcqRel) != IDLE {
-        STATE.fetch_max(AGAIN, Ordering::AcqRel);
+    if !WRITER.ask() {
         return;
     }
     let (written, end) = mpsc::channel::<()>();
@@ -110,13 +143,12 @@ pub(super) fn after_failure(why: &str) {
         .spawn(move || {
             loop {
                 std::thread::sleep(GATHER);
-                STATE.store(WRITES, Ordering::Release);
+                WRITER.begin();
                 match dump_to(&folder, &why) {
                     Ok(path) => tracing::warn!(path = %path.display(), "a group has failed: what it did last is written"),
                     Err(error) => tracing::warn!(%error, "a group has failed, and what it did last could not be written"),
                 }
-                let over = STATE.compare_exchange(WRITES, IDLE, Ordering::AcqRel, Ordering::Acquire);
-                if over.is_ok() {
+                if WRITER.end() {
                     break;
                 }
             }
@@ -125,7 +157,7 @@ pub(super) fn after_failure(why: &str) {
     match spawned {
         Ok(_) => leave_at_exit(end),
         Err(error) => {
-            STATE.store(IDLE, Ordering::Release);
+            WRITER.give_up();
             tracing::warn!(%error, "a group has failed, and there is no thread to write what it did last");
         }
     }

@@ -2,10 +2,11 @@
 
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Barrier, Mutex, OnceLock};
 use std::time::Duration;
 
 use super::environment::{LENGTH, MAX_LENGTH, SAID, Said, asked};
+use super::files::Writer;
 use super::ring::Snapshot;
 use super::*;
 use crate::engine::{Driver, Ended, Engine, Label, Place, Rules, Ticket};
@@ -143,6 +144,35 @@ fn readers_beside_writers_see_whole_operations_only() {
         }
         stop.store(true, Ordering::Relaxed);
     });
+}
+
+#[test]
+fn a_failure_while_the_writer_ends_is_written_by_it_or_by_another_one() {
+    let (writer, begun) = (Writer::new(), Barrier::new(3));
+    // A question in vain is found out where no other comes after it: by many short rounds.
+    for _ in 0..300 {
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    begun.wait();
+                    for _ in 0..1000 {
+                        if writer.ask() {
+                            writer.begin();
+                            while !writer.end() {
+                                writer.begin();
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        assert!(
+            writer.ask(),
+            "there is no writer, and no thread is asked to be one"
+        );
+        writer.begin();
+        assert!(writer.end());
+    }
 }
 
 #[test]

@@ -3,13 +3,14 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 
+use crate::forked::Parents;
 use crate::identity::records::{Opener, Sealer};
 use crate::identity::strangers::Caller;
 
 /// A connection. Reads and writes are those of its socket, blocking or not.
 #[derive(Debug)]
 pub(crate) struct Line {
-    pub(crate) stream: TcpStream,
+    pub(crate) stream: Parents<TcpStream>,
     sealer: Option<Box<Sealer>>,
     opener: Option<Box<Opener>>,
     /// A record went out in part: nothing that is sent behind it could be read.
@@ -19,7 +20,7 @@ pub(crate) struct Line {
 impl From<TcpStream> for Line {
     fn from(stream: TcpStream) -> Self {
         Self {
-            stream,
+            stream: stream.into(),
             sealer: None,
             opener: None,
             broken: false,

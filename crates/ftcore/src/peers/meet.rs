@@ -9,7 +9,9 @@ use super::FILES;
 use super::line::Line;
 use super::record::{Published, refusal, refused};
 use super::wire::{Frame, Hello, Kind, Setup, TOKEN};
+use crate::bounded::bounded;
 use crate::engine::Place;
+use crate::forked::Parents;
 use crate::identity::hello::{Handshake, NO_RANK, Refused, Topic};
 use crate::identity::strangers::{Caller as _, Greeted, Strangers};
 use crate::identity::{INSECURE, is_insecure, may_listen};
@@ -123,7 +125,8 @@ fn token() -> [u8; TOKEN] {
 /// Meets the other ranks. A call of all ranks. `gift`: on rank 0, what it gives out, of 4,096 bytes at most.
 ///
 /// Errors: `Timeout` names the ranks that have not come (L33); `Mismatch` says how two ranks are set up; `Unsupported` names two ranks of one
-/// process where [`one_per_process`](Terms::one_per_process) forbids it; `Protocol` if credentials differ; the reason of the token.
+/// process where [`one_per_process`](Terms::one_per_process) forbids it; `InvalidArgument` for the second one that comes as a rank; `Protocol` if
+/// credentials differ; the reason of the token.
 pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<Meeting> {
     let met = |gift, before, lines| Meeting {
         backend: terms.backend,
@@ -175,7 +178,7 @@ pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<M
 }
 
 /// Rank 0's port, and what the others are told of it.
-fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(TcpListener, Published)> {
+fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(Parents<TcpListener>, Published)> {
     let io = |e| {
         Error::io(
             format!("rank 0 cannot listen for control connections ({FILES})"),
@@ -209,7 +212,7 @@ fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(TcpListener, Published)
         address,
         gift,
     };
-    Ok((listener, published))
+    Ok((listener.into(), published))
 }
 
 /// Rank 0's record.
@@ -266,8 +269,12 @@ fn collect(
                 Err(e) => verdict = Err(io(e)),
                 Ok(None) => std::thread::sleep(Duration::from_micros(300)),
                 Ok(Some(mut greeted)) => match judge(&mut greeted, own) {
-                    // A rank that is there already.
-                    Ok(hello) if guests.iter().any(|g| g.hello.rank == hello.rank) => {}
+                    Ok(hello) if guests.iter().any(|g| g.hello.rank == hello.rank) => {
+                        let e = taken(hello.rank);
+                        let told = Frame::of_error(Kind::Refused, 0, &e, Some(hello.rank));
+                        let _ = told.write(&mut greeted.caller);
+                        strangers.drop(&greeted.from, &e.message());
+                    }
                     Ok(hello) => guests.push(Guest {
                         hello,
                         stream: greeted.caller,
@@ -311,6 +318,13 @@ fn collect(
         guests.iter_mut().for_each(|g| drop(frame.write(&mut g.stream)));
     }
     verdict.map(|()| (guests, before(0)))
+}
+
+/// What a second one that comes as `rank` is told; the first one's place is not touched.
+fn taken(rank: u32) -> Error {
+    let text =
+        format!("rank {rank} is here already: another process, or another group of this one, came as it");
+    Error::invalid(text).with_peer(rank)
 }
 
 /// `Unsupported` if two of the ranks, in the order of their processes, are in one.
@@ -406,15 +420,14 @@ fn connect(
     published: &Published,
     hello: &Hello,
 ) -> Result<(Line, Option<u32>)> {
-    let is_here = published.host == host_address::identity();
+    let is_here = host_address::is_here(&published.host);
     let ip = match is_here {
         true => IpAddr::V4(Ipv4Addr::LOCALHOST),
         false => published.address,
     };
     let hint = hint(is_here, ip, terms.is_open(), &variable(terms.backend));
     let address = SocketAddr::new(ip, published.port);
-    let left = time_left(c.deadline).max(Duration::from_millis(1));
-    let stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
+    let unreached = |e| {
         Error::io(
             format!(
                 "rank 0 of {} cannot be reached at {address} (phase: control connections; {FILES}){hint}",
@@ -422,7 +435,18 @@ fn connect(
             ),
             e,
         )
-    })?;
+    };
+    let left = time_left(c.deadline).max(Duration::from_millis(1));
+    // On a thread, as the token has to be looked at meanwhile, and a second attempt would give up what the first has reached.
+    let stream = bounded(
+        "ox-meet",
+        deadline_in(left),
+        &|| c.cancel.reason(),
+        &|| unreached(std::io::ErrorKind::TimedOut.into()),
+        move || TcpStream::connect_timeout(&address, left),
+        drop,
+    )?
+    .map_err(unreached)?;
     let mut stream = Line::from(stream);
     let io = |e| Error::io("greeting rank 0", e);
     if let Some(credentials) = &terms.credentials {

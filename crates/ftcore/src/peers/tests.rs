@@ -1,7 +1,11 @@
 //! Ranks that meet over real sockets; what an engine would hear is kept in a list.
 
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::record::Published;
 use super::*;
-use crate::{Configuration, Epoch, InMemoryStore, Store, deadline_in};
+use crate::{Cancel, Configuration, Epoch, InMemoryStore, Store, deadline_in};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -114,6 +118,63 @@ fn ranks_of_one_process_are_refused_where_the_library_takes_one() {
         assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
         assert!(e.to_string().contains("ranks 0 and 1 are in one process"), "{e}");
     }
+}
+
+#[test]
+fn a_second_process_with_a_taken_rank_is_told_so() {
+    // The last one comes when one of the two has its answer.
+    let answers = world(4, |mut c| {
+        if c.rank == 3 {
+            c.store.wait(&["told"], deadline_in(SOON)).unwrap();
+        }
+        c.world_size = 3;
+        c.rank = [0, 1, 1, 2][c.rank as usize];
+        let met = meet(&c, &terms("same", false), None);
+        if met.is_err() {
+            c.store.set("told", b"1", deadline_in(SOON)).unwrap();
+        }
+        met.err()
+    });
+    let told: Vec<Error> = answers.into_iter().flatten().collect();
+    let [e] = told.as_slice() else { panic!("{told:?}") };
+    assert_eq!(
+        (e.kind(), e.context().peer),
+        (ErrorKind::InvalidArgument, Some(1)),
+        "{e}"
+    );
+    assert!(e.to_string().contains("rank 1 is here already"), "{e}");
+}
+
+#[test]
+fn connecting_to_rank_0_ends_with_the_reason_of_the_token() {
+    // No room for another connection: the kernel goes on trying.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let full = listener.local_addr().unwrap();
+    let _filler = TcpStream::connect(full).unwrap();
+    let published = Published {
+        token: [7; wire::TOKEN],
+        port: full.port(),
+        host: crate::host_address::identity(),
+        address: full.ip(),
+        gift: None,
+    };
+    world(1, |mut c| {
+        (c.rank, c.world_size) = (1, 2);
+        c.store
+            .set("p/3/x", published.encode().as_bytes(), deadline_in(SOON))
+            .unwrap();
+        // Not before it was looked at while the connection is being made.
+        let looks = AtomicU32::new(0);
+        c.cancel = Cancel::watching(move || {
+            let looked = looks.fetch_add(1, Ordering::Relaxed);
+            (looked > 2).then(|| Error::new(ErrorKind::Aborted, "enough"))
+        });
+        let began = Instant::now();
+        let e = meet(&c, &terms("same", false), None).unwrap_err();
+        assert_eq!((e.kind(), e.message()), (ErrorKind::Aborted, "enough"), "{e}");
+        assert!(began.elapsed() < SOON / 2, "{:?}", began.elapsed());
+    });
 }
 
 #[test]

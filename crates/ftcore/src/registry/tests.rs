@@ -189,46 +189,6 @@ fn in_a_race_of_mixed_provenance_the_outcomes_form_one_chain_up_to_the_strongest
     }
 }
 
-fn source(provenance: Provenance, origin: &str) -> Source {
-    backend("x", DeviceKind::Cpu, provenance, origin).source
-}
-
-#[test]
-fn an_alias_is_declared_never_guessed_and_a_backend_of_that_very_name_goes_first() {
-    let r = Registry::new();
-    r.register(
-        backend("xccl", DeviceKind::Xpu, Provenance::BuiltIn, "x"),
-        OnConflict::Keep,
-    )
-    .unwrap();
-    assert!(r.get("ccl", None).is_err());
-    let from = |p, o| source(p, o);
-    let outcome = r.register_alias("CCL", "xccl", from(Provenance::BuiltIn, "x"), OnConflict::Keep);
-    assert_eq!(outcome.unwrap(), Outcome::Registered);
-    assert_eq!(r.get("ccl", None).unwrap().name, "xccl");
-    let again = r.register_alias("ccl", "XCCL", from(Provenance::Api, "y"), OnConflict::Strict);
-    assert_eq!(again.unwrap(), Outcome::AlreadyThere);
-    let other = r.register_alias("ccl", "nccl", from(Provenance::BuiltIn, "z"), OnConflict::Keep);
-    assert!(matches!(other.unwrap(), Outcome::Shadowed(_)));
-    assert_eq!(r.aliases(), [("ccl".to_string(), "xccl".to_string())]);
-    let strict = r.register_alias("ccl", "nccl", from(Provenance::Api, "z"), OnConflict::Strict);
-    assert_eq!(strict.unwrap_err().kind(), ErrorKind::Conflict);
-    let stronger = r.register_alias("ccl", "nccl", from(Provenance::Plugin, "z"), OnConflict::Keep);
-    assert!(matches!(stronger.unwrap(), Outcome::Replaced(_)));
-    let e = r.get("ccl", None).unwrap_err();
-    assert!(e.to_string().contains("no backend 'nccl'"), "{e}");
-    r.register(
-        backend("ccl", DeviceKind::Cpu, Provenance::BuiltIn, "x"),
-        OnConflict::Keep,
-    )
-    .unwrap();
-    assert_eq!(r.get("ccl", None).unwrap().name, "ccl");
-    for (alias, name) in [("a", "a"), ("a:b", "c"), ("", "c"), ("a", "b c")] {
-        let e = r.register_alias(alias, name, from(Provenance::Api, "z"), OnConflict::Keep);
-        assert_eq!(e.unwrap_err().kind(), ErrorKind::InvalidArgument);
-    }
-}
-
 #[test]
 fn a_look_up_says_why_what_was_named_for_it_cannot_be_used() {
     let r = Registry::new();

@@ -18,9 +18,10 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 
-use super::contract::Store;
-use super::keys::{self, MAX_KEY, MAX_VALUE};
-use super::table::{Refusal, Table, leading_number};
+use super::keys::{MAX_KEY, MAX_VALUE};
+use super::table::Table;
+use super::tabled::Tabled;
+use crate::forked::Born;
 use crate::{Error, ErrorKind, Result, time_left};
 
 const MAGIC: &[u8; 8] = b"OXKVLOG1";
@@ -37,7 +38,7 @@ const LOCK_PAUSE: Duration = Duration::from_micros(100);
 /// A store in a file that several processes open.
 ///
 /// The file must be new for each job: keys of an earlier job in the same file are seen by the next one. It is never
-/// removed by this type, and it only grows.
+/// removed by this type, and it only grows. A process that was forked off opens it again, at the same path.
 ///
 /// ```
 /// use std::time::Duration;
@@ -62,6 +63,8 @@ struct Log {
     file: File,
     table: Table,
     offset: u64,
+    /// Who has opened the file: a lock that two processes have through one opening keeps neither out.
+    born: Born,
 }
 
 #[derive(Clone, Copy)]
@@ -77,20 +80,10 @@ impl FileStore {
     /// `Io` if the file cannot be opened for reading and writing. Its contents are looked at by the first call.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(|e| Error::io(format_args!("cannot open the store file {}", path.display()), e))?;
+        let log = Log::open(&path, true).map_err(|fault| fault.into_error(&path))?;
         Ok(Self {
             path,
-            log: Mutex::new(Log {
-                file,
-                table: Table::default(),
-                offset: 0,
-            }),
+            log: Mutex::new(log),
         })
     }
 
@@ -118,6 +111,9 @@ impl FileStore {
         loop {
             {
                 let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+                if log.born.is_elsewhere() {
+                    *log = Log::open(&self.path, false).map_err(fail)?;
+                }
                 match rustix::fs::flock(&log.file, operation) {
                     Ok(()) => {
                         let out = log.refresh().and_then(|()| match access {
@@ -147,83 +143,11 @@ impl FileStore {
         }
     }
 
-    /// Polls the file until `ready` returns something; at the deadline, gives `late` the last look at the table.
-    fn poll<T>(
-        &self,
-        op: &'static str,
-        deadline: Instant,
-        mut ready: impl FnMut(&Table) -> Option<T>,
-        late: impl FnOnce(&Table) -> Error,
-    ) -> Result<T> {
-        loop {
-            let found = if self.is_current() {
-                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-                ready(&log.table)
-            } else {
-                self.locked(op, Access::Read, deadline, |log| Ok(ready(&log.table)))?
-            };
-            if let Some(out) = found {
-                return Ok(out);
-            }
-            let left = time_left(deadline);
-            if left.is_zero() {
-                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-                return Err(late(&log.table));
-            }
-            thread::sleep(POLL.min(left));
-        }
-    }
-
     /// True if the file is exactly as long as what was read of it: then there is nothing new and no lock is needed.
     fn is_current(&self) -> bool {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         log.offset > 0 && log.file.metadata().is_ok_and(|m| m.len() == log.offset)
     }
-
-    fn write<T>(
-        &self,
-        op: &'static str,
-        key: &str,
-        deadline: Instant,
-        f: impl FnOnce(&mut Table) -> Result<T, Refusal>,
-    ) -> Result<T> {
-        self.locked(op, Access::Write, deadline, |log| {
-            let before = log.table.get(key.as_bytes()).cloned();
-            let out = f(&mut log.table).map_err(|refusal| Fault::Refused(refusal.into_error(op, key)))?;
-            let mut records = Vec::new();
-            match log.table.get(key.as_bytes()) {
-                // Unchanged: nothing for the log (a comparison that failed).
-                Some(now) if before.as_ref().is_some_and(|b| b == now) => return Ok(out),
-                Some(now) => encode(&mut records, KIND_SET, key.as_bytes(), now),
-                None if before.is_none() => return Ok(out),
-                None => encode(&mut records, KIND_DELETE, key.as_bytes(), &[]),
-            }
-            log.append(&records)?;
-            Ok(out)
-        })
-    }
-
-    fn values(&self, op: &'static str, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        keys::check_keys(op, keys)?;
-        let since = Instant::now();
-        self.poll(
-            op,
-            deadline,
-            |table| {
-                keys.iter()
-                    .map(|key| table.get(key.as_bytes()).map(|v| v.to_vec()))
-                    .collect()
-            },
-            |table| keys::wait_timed_out(op, keys, &missing(table, keys), since),
-        )
-    }
-}
-
-fn missing<'a>(table: &Table, keys: &[&'a str]) -> Vec<&'a str> {
-    keys.iter()
-        .copied()
-        .filter(|key| !table.contains(key.as_bytes()))
-        .collect()
 }
 
 /// What can go wrong while the lock is held.
@@ -249,6 +173,18 @@ impl Fault {
 }
 
 impl Log {
+    /// Of the file at `path`, of which nothing was read yet.
+    fn open(path: &Path, may_create: bool) -> Result<Self, Fault> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(may_create).truncate(false);
+        Ok(Self {
+            file: options.open(path).map_err(|e| Fault::Io("open", e))?,
+            table: Table::default(),
+            offset: 0,
+            born: Born::here(),
+        })
+    }
+
     /// Applies what is new in the file, up to its end or to a torn record.
     fn refresh(&mut self) -> Result<(), Fault> {
         let reading = |e| Fault::Io("read", e);
@@ -381,122 +317,63 @@ fn checksum(parts: &[&[u8]]) -> u32 {
     (hash ^ (hash >> 32)) as u32
 }
 
-impl Store for FileStore {
-    fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
-        keys::check_pair("store.set", key, value)?;
-        self.write("store.set", key, deadline, |table| {
-            table.set(key.as_bytes(), value.to_vec())
-        })
+impl Tabled for FileStore {
+    fn look<T>(&self, op: &'static str, deadline: Instant, look: impl FnOnce(&Table) -> T) -> Result<T> {
+        self.locked(op, Access::Read, deadline, |log| Ok(look(&log.table)))
     }
 
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        Ok(self
-            .values("store.get", &[key], deadline)?
-            .pop()
-            .unwrap_or_default())
-    }
-
-    fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
-        keys::check_key("store.add", key)?;
-        self.write("store.add", key, deadline, |table| {
-            table.add(key.as_bytes(), amount)
-        })
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
-        keys::check_pair("store.compare_set", key, desired)?;
-        let (value, _) = self.write("store.compare_set", key, deadline, |table| {
-            table.compare_set(key.as_bytes(), expected, desired)
-        })?;
-        Ok(value.to_vec())
-    }
-
-    fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
-        keys::check_keys("store.check", keys)?;
-        self.locked("store.check", Access::Read, deadline, |log| {
-            Ok(keys.iter().all(|key| log.table.contains(key.as_bytes())))
-        })
-    }
-
-    fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
-        keys::check_keys("store.wait", keys)?;
-        let since = Instant::now();
-        self.poll(
-            "store.wait",
-            deadline,
-            |table| {
-                keys.iter()
-                    .all(|key| table.contains(key.as_bytes()))
-                    .then_some(())
-            },
-            |table| keys::wait_timed_out("store.wait", keys, &missing(table, keys), since),
-        )
-    }
-
-    fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
-        keys::check_key("store.delete", key)?;
-        self.write("store.delete", key, deadline, |table| {
-            Ok(table.remove(key.as_bytes()))
-        })
-    }
-
-    fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
-        keys::check_pair("store.append", key, value)?;
-        self.write("store.append", key, deadline, |table| {
-            table.append(key.as_bytes(), value)
-        })
-    }
-
-    fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        self.values("store.multi_get", keys, deadline)
-    }
-
-    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<()> {
-        keys::check_pairs("store.multi_set", pairs)?;
-        if pairs.is_empty() {
-            return Ok(());
-        }
-        self.locked("store.multi_set", Access::Write, deadline, |log| {
+    fn write<T>(
+        &self,
+        op: &'static str,
+        keys: &[&str],
+        deadline: Instant,
+        write: impl FnOnce(&mut Table) -> Result<T>,
+    ) -> Result<T> {
+        self.locked(op, Access::Write, deadline, |log| {
+            let value = |table: &Table, key: &str| table.get(key.as_bytes()).cloned();
+            let before: Vec<_> = keys.iter().map(|key| value(&log.table, key)).collect();
+            let out = write(&mut log.table).map_err(Fault::Refused)?;
             let mut records = Vec::new();
-            for (key, value) in pairs {
-                log.table
-                    .set(key.as_bytes(), value.to_vec())
-                    .map_err(|refusal| Fault::Refused(refusal.into_error("store.multi_set", key)))?;
-                encode(&mut records, KIND_SET, key.as_bytes(), value);
+            for (key, before) in keys.iter().zip(before) {
+                match value(&log.table, key) {
+                    // Nothing for the log (a comparison that failed).
+                    now if now == before => {}
+                    Some(now) => encode(&mut records, KIND_SET, key.as_bytes(), &now),
+                    None => encode(&mut records, KIND_DELETE, key.as_bytes(), &[]),
+                }
             }
-            log.append(&records)
+            if !records.is_empty() {
+                log.append(&records)?;
+            }
+            Ok(out)
         })
     }
 
-    fn num_keys(&self, deadline: Instant) -> Result<i64> {
-        self.locked("store.num_keys", Access::Read, deadline, |log| {
-            Ok(i64::try_from(log.table.len()).unwrap_or(i64::MAX))
-        })
-    }
-
-    fn list(&self, deadline: Instant) -> Result<Vec<String>> {
-        self.locked("store.list", Access::Read, deadline, |log| {
-            Ok(log
-                .table
-                .keys()
-                .map(|key| String::from_utf8_lossy(key).into_owned())
-                .collect())
-        })
-    }
-
-    fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
-        keys::check_barrier(key, world_size)?;
-        let since = Instant::now();
-        self.write("store.barrier", key, deadline, |table| {
-            table.add(key.as_bytes(), 1)
-        })?;
-        let arrived = |table: &Table| table.get(key.as_bytes()).and_then(|v| leading_number(v));
-        self.poll(
-            "store.barrier",
-            deadline,
-            |table| arrived(table).filter(|n| *n >= i64::from(world_size)).map(drop),
-            |table| keys::barrier_timed_out(key, arrived(table), world_size, since),
-        )
+    /// By polling the file.
+    fn block<T>(
+        &self,
+        op: &'static str,
+        deadline: Instant,
+        mut ready: impl FnMut(&Table) -> Option<T>,
+        late: impl FnOnce(&Table) -> Error,
+    ) -> Result<T> {
+        loop {
+            let found = if self.is_current() {
+                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+                ready(&log.table)
+            } else {
+                self.locked(op, Access::Read, deadline, |log| Ok(ready(&log.table)))?
+            };
+            if let Some(out) = found {
+                return Ok(out);
+            }
+            let left = time_left(deadline);
+            if left.is_zero() {
+                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+                return Err(late(&log.table));
+            }
+            thread::sleep(POLL.min(left));
+        }
     }
 }
 
@@ -511,7 +388,7 @@ impl fmt::Debug for FileStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::deadline_in;
+    use crate::{Store, deadline_in};
 
     fn soon() -> Instant {
         deadline_in(Duration::from_secs(20))
@@ -596,6 +473,27 @@ mod tests {
         );
         rustix::fs::flock(&holder, FlockOperation::Unlock).unwrap();
         store.set("c", b"3", soon()).unwrap();
+    }
+
+    #[test]
+    fn a_forked_child_is_kept_out_by_the_lock_of_its_parent() {
+        let (_dir, path) = with_two_keys();
+        let child = FileStore::open(&path).unwrap();
+        assert_eq!(child.num_keys(soon()).unwrap(), 2);
+        // The parent's, which the child has inherited.
+        let parent = {
+            let mut log = child.log.lock().unwrap();
+            log.born = Born::in_parent();
+            log.file.try_clone().unwrap()
+        };
+        rustix::fs::flock(&parent, FlockOperation::LockExclusive).unwrap();
+        let e = child
+            .set("c", b"3", deadline_in(Duration::from_millis(50)))
+            .unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        rustix::fs::flock(&parent, FlockOperation::Unlock).unwrap();
+        child.set("c", b"3", soon()).unwrap();
+        assert_eq!(child.list(soon()).unwrap(), ["a", "b", "c"]);
     }
 
     #[test]

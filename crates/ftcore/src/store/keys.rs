@@ -104,8 +104,14 @@ pub(super) fn names(keys: &[&str]) -> String {
     text
 }
 
-/// The time-out of a wait for `keys`, of which `missing` were absent at the end (empty: not known).
-pub(super) fn wait_timed_out(op: &'static str, keys: &[&str], missing: &[&str], since: Instant) -> Error {
+/// The time-out of a wait for `keys`. At its end the first `asked` of them were looked at, of which `missing` were absent (empty: not known).
+pub(super) fn wait_timed_out(
+    op: &'static str,
+    keys: &[&str],
+    asked: usize,
+    missing: &[&str],
+    since: Instant,
+) -> Error {
     let what = if keys.len() == 1 { "key" } else { "keys" };
     let mut text = format!(
         "waited {:.1} s for {what} {}",
@@ -113,10 +119,10 @@ pub(super) fn wait_timed_out(op: &'static str, keys: &[&str], missing: &[&str], 
         names(keys)
     );
     if keys.len() > 1 && !missing.is_empty() {
+        let first = if asked < keys.len() { "the first " } else { "" };
         text.push_str(&format!(
-            "; missing {} of {}: {}",
+            "; missing {} of {first}{asked}: {}",
             missing.len(),
-            keys.len(),
             names(missing)
         ));
     }
@@ -140,15 +146,17 @@ mod tests {
 
     #[test]
     fn a_time_out_names_all_keys_and_the_missing_ones_but_never_floods_the_log() {
-        let e = wait_timed_out("store.wait", &["a", "b\n"], &["b\n"], Instant::now());
+        let e = wait_timed_out("store.wait", &["a", "b\n"], 2, &["b\n"], Instant::now());
         assert_eq!(
             e.to_string(),
             r"store.wait: waited 0.0 s for keys 'a', 'b\n'; missing 1 of 2: 'b\n'"
         );
         let long = "x".repeat(5000);
         let many = vec![long.as_str(); 1000];
-        let text = wait_timed_out("store.wait", &many, &many, Instant::now()).to_string();
+        let text = wait_timed_out("store.wait", &many, 1000, &many, Instant::now()).to_string();
         assert!(text.len() < 4096 && text.contains("and 992 more"), "{text}");
+        let text = wait_timed_out("store.wait", &many, 64, &["x"], Instant::now()).to_string();
+        assert!(text.ends_with("; missing 1 of the first 64: 'x'"), "{text}");
         let e = barrier_timed_out("go", Some(2), 4, Instant::now());
         assert!(
             e.to_string()

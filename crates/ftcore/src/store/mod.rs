@@ -9,6 +9,7 @@ mod keys;
 mod memory;
 mod prefix;
 mod table;
+mod tabled;
 pub mod tcp;
 #[cfg(test)]
 mod tests;

@@ -372,6 +372,12 @@ fn a_wait_ends_at_its_deadline_and_names_its_keys_as_the_caller_wrote_them() {
         assert!(text.contains("b' for 3 callers; 1 of 3 arrived"), "{n}: {text}");
         // The store is as useful as before.
         s.wait(&["there"], soon()).unwrap();
+        // A server is asked for some of many keys only, and the text says so.
+        let many: Vec<String> = (0..100).map(|i| format!("many {i}")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        let text = times_out(n, short, || s.wait(&many, millis(200)));
+        let known = ["missing 100 of 100: ", "missing 64 of the first 64: "];
+        assert!(known.iter().any(|known| text.contains(known)), "{n}: {text}");
     });
 }
 

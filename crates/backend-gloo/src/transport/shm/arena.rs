@@ -16,7 +16,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use ftcore::{DType, Device, Error, ErrorKind, Result, Tensor};
+use ftcore::{DType, Device, Error, ErrorKind, Result, Tensor, descriptors};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Resource, getrlimit};
 
@@ -55,9 +55,11 @@ fn arena() -> Option<&'static Arena> {
     made.as_ref()
 }
 
-fn create() -> std::result::Result<Arena, rustix::io::Errno> {
-    let memory = rustix::fs::memfd_create("oxccl-tensors", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-    let len = size_within(getrlimit(Resource::Fsize).current);
+fn create() -> std::io::Result<Arena> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Asked for once in a process: a limit that could be raised must not decide.
+    let memory = descriptors::with_room(|| Ok(rustix::fs::memfd_create("oxccl-tensors", flags)?))?;
+    let len = size_within(largest_file());
     rustix::fs::ftruncate(&memory, len as u64)?;
     rustix::fs::fcntl_add_seals(&memory, SEALS)?;
     Ok(Arena {
@@ -68,7 +70,12 @@ fn create() -> std::result::Result<Arena, rustix::io::Errno> {
     })
 }
 
-/// Under a limit on the size of files (`ulimit -f`) the system would end a process that asks for more. An arena of nothing lends nothing.
+/// The limit on the size of files (`ulimit -f`): the system would end a process that asks for more, also of memory.
+pub(super) fn largest_file() -> Option<u64> {
+    getrlimit(Resource::Fsize).current
+}
+
+/// The arena under such a limit. One of nothing lends nothing.
 fn size_within(limit: Option<u64>) -> usize {
     let most = limit.map_or(MOST, |limit| usize::try_from(limit).unwrap_or(MOST).min(MOST));
     most - most % GRAIN

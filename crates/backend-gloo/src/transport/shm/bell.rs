@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, Result, time_left};
+use ftcore::{Error, Result, descriptors, time_left};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::thread::futex;
 use rustix::time::Timespec;
@@ -180,8 +180,8 @@ impl Bells {
 }
 
 pub(super) fn descriptor() -> Result<OwnedFd> {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|e| Error::io("creating an eventfd", e.into()))
+    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+    descriptors::with_room(|| Ok(eventfd(0, flags)?)).map_err(|e| Error::io("creating an eventfd", e))
 }
 
 impl<const AT: usize> Bell<AT> {

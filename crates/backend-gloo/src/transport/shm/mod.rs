@@ -25,6 +25,6 @@ mod word;
 pub(crate) use arena::{Lent, Neighbour, alloc, place_of};
 pub(crate) use bell::{Bell, Bells, COLLECTIVES, MESSAGES, Ringer, Sleep, ThreadBell};
 pub(crate) use notice::{NOTICE_BYTES, Notices};
-pub(crate) use passing::{receive, send};
+pub(crate) use passing::{HANDLES, receive, send};
 pub(crate) use region::{Region, Rings, Shared};
 pub(crate) use ring::{CAPACITY, Reader, SHOWN_BYTES, Shown, Writer};

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 
 /// What ranks hand each other: two memfds and two eventfds.
@@ -30,7 +30,7 @@ pub(crate) fn send(socket: impl AsFd, bytes: &[u8], handles: &[BorrowedFd<'_>]) 
 
 /// Receives into `buffer`; at most [`HANDLES`] are taken, further ones are closed by the kernel.
 ///
-/// Errors: `MFILE` if the process has no room for the descriptors that came; they are lost.
+/// Errors: `MFILE` if the process has no room for the descriptors that came; nothing is taken then, and the next call finds them.
 pub(crate) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8],
@@ -38,26 +38,31 @@ pub(crate) fn receive(
 ) -> Result<usize, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(HANDLES))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    // Only looked at: of what is taken, the kernel drops the descriptors for which there is no room.
     let message = recvmsg(
-        socket,
+        &socket,
         &mut [IoSliceMut::new(buffer)],
         &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT | RecvFlags::PEEK,
     )?;
     let cut = message.flags.contains(ReturnFlags::CTRUNC);
+    let mut came: Vec<OwnedFd> = Vec::new();
     for part in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = part {
-            for fd in fds {
-                // A peer that sends more than those of a region gains nothing by it.
-                if handles.len() < HANDLES {
-                    handles.push(fd);
-                }
-            }
+            came.extend(fds);
         }
     }
     // As many fit into what was handed in: it was the kernel that could make no more.
-    if cut && handles.len() < HANDLES {
+    if cut && came.len() < HANDLES {
         return Err(Errno::MFILE);
     }
-    Ok(message.bytes)
+    let seen = buffer.get_mut(..message.bytes).unwrap_or_default();
+    let bytes = match seen.is_empty() {
+        true => 0,
+        false => recv(&socket, &mut *seen, RecvFlags::DONTWAIT)?.0,
+    };
+    // A peer that sends more than those of a region gains nothing by it.
+    came.truncate(HANDLES.saturating_sub(handles.len()));
+    handles.append(&mut came);
+    Ok(bytes)
 }

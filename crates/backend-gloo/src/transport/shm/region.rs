@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, descriptors};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::arena::{self, Neighbour};
@@ -72,12 +72,20 @@ fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
 impl Region {
     /// Makes and seals the memory for a world of `world` ranks. Only pages that are touched cost anything.
     pub(crate) fn new(world: u32) -> Result<Self> {
-        let memory = rustix::fs::memfd_create("oxccl-gloo", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(failed("creating shared memory"))?;
-        rustix::fs::ftruncate(&memory, size(world) as u64).map_err(failed("sizing shared memory"))?;
+        let len = size(world);
+        if let Some(limit) = arena::largest_file().filter(|limit| *limit < len as u64) {
+            let text = format!(
+                "no shared memory of {len} bytes: this process may make files of {limit} (RLIMIT_FSIZE, ulimit -f)"
+            );
+            return Err(Error::new(ErrorKind::Io, text));
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memory = descriptors::with_room(|| Ok(rustix::fs::memfd_create("oxccl-gloo", flags)?))
+            .map_err(|e| Error::io("creating shared memory", e))?;
+        rustix::fs::ftruncate(&memory, len as u64).map_err(failed("sizing shared memory"))?;
         rustix::fs::fcntl_add_seals(&memory, SEALS).map_err(failed("sealing shared memory"))?;
         Ok(Self {
-            map: Mapping::of(memory.as_fd(), 0, size(world))?,
+            map: Mapping::of(memory.as_fd(), 0, len)?,
             memory,
             tensors: arena::handle()?,
             descriptors: [descriptor()?, descriptor()?],
@@ -98,7 +106,10 @@ impl Region {
 
     /// The bells of this rank. `sockets`: who waits for them watches sockets, too.
     pub(crate) fn bells(&self, sockets: bool) -> Result<Bells> {
-        let copy = |of: &OwnedFd| of.try_clone().map_err(|e| Error::io("duplicating an eventfd", e));
+        let copy = |of: &OwnedFd| {
+            let copy = descriptors::with_room(|| of.try_clone());
+            copy.map_err(|e| Error::io("duplicating an eventfd", e))
+        };
         let [collectives, messages] = &self.descriptors;
         let descriptors = match sockets {
             true => Some([copy(collectives)?, copy(messages)?]),

@@ -13,9 +13,10 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::conn::{Backoff, Conn, Greeting, Outcome, Reached, encode, parse_address};
+use super::conn::{Backoff, Conn, EXPLAINED, Greeting, Outcome, Reached, encode, parse_address};
 use super::link::{TimeLimit, Watched, is_late, reason_of};
 use super::wire::{self, Request};
+use crate::forked::Born;
 use crate::identity::hello::Refused;
 use crate::lifecycle::nonce;
 use crate::store::contract::Store;
@@ -44,6 +45,8 @@ const MAX_UNGREETED: usize = 4;
 ///
 /// With credentials each connection begins with the keyed hello: the server must have those of the same job. PyTorch's server has none.
 ///
+/// A process that was forked off goes on with connections of its own.
+///
 /// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
 /// attempt to connect, is `Timeout`: a caller that looks in short slices may look again.
 ///
@@ -71,8 +74,25 @@ struct Server {
     port: u16,
     address: String,
     credentials: Option<Arc<Credentials>>,
-    idle: Mutex<Vec<Conn>>,
-    ungreeted: Mutex<Vec<Greeting>>,
+    pools: Mutex<Pools>,
+}
+
+/// Connections between calls.
+struct Pools {
+    idle: Vec<Conn>,
+    ungreeted: Vec<Greeting>,
+    /// Whose they are: two processes that used one connection would read each other's answers.
+    born: Born,
+}
+
+impl Default for Pools {
+    fn default() -> Self {
+        Self {
+            idle: Vec::new(),
+            ungreeted: Vec::new(),
+            born: Born::here(),
+        }
+    }
 }
 
 /// What may be done when the connection breaks after the request was sent.
@@ -153,8 +173,7 @@ impl TcpStore {
             port,
             address: addr.to_owned(),
             credentials,
-            idle: Mutex::default(),
-            ungreeted: Mutex::default(),
+            pools: Mutex::default(),
         };
         let store = Self {
             server: Arc::new(server),
@@ -179,12 +198,25 @@ impl TcpStore {
             .with_peer_address(&self.server.address)
     }
 
+    /// The connections of this process.
+    fn pools(&self) -> MutexGuard<'_, Pools> {
+        let mut pools = self.server.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        if pools.born.is_elsewhere() {
+            *pools = Pools::default();
+        }
+        pools
+    }
+
+    /// As in a process that was forked off this one.
+    #[cfg(test)]
+    pub(super) fn fork(&self) {
+        self.pools().born = Born::in_parent();
+    }
+
     /// An idle connection that is still open.
     fn take_idle(&self) -> Option<Conn> {
         loop {
-            let mut idle = self.server.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            let conn = idle.pop()?;
-            drop(idle);
+            let conn = self.pools().idle.pop()?;
             if conn.link.is_quiet() {
                 return Some(conn);
             }
@@ -194,9 +226,9 @@ impl TcpStore {
 
     fn give_back(&self, mut conn: Conn) {
         conn.link.watched = Watched::default();
-        let mut idle = self.server.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if !conn.spoiled && idle.len() < MAX_IDLE {
-            idle.push(conn);
+        let mut pools = self.pools();
+        if !conn.spoiled && pools.idle.len() < MAX_IDLE {
+            pools.idle.push(conn);
         }
     }
 
@@ -212,7 +244,7 @@ impl TcpStore {
         let mut tries = 0u32;
         let mut away: Option<io::Error> = None;
         loop {
-            let earlier = self.take_ungreeted();
+            let earlier = self.pools().ungreeted.pop();
             let is_first = earlier.is_none();
             let missed = match earlier {
                 Some(greeting) => greeting.end(call.deadline, &self.watched),
@@ -284,21 +316,10 @@ impl TcpStore {
             })
     }
 
-    fn ungreeted(&self) -> MutexGuard<'_, Vec<Greeting>> {
-        self.server
-            .ungreeted
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take_ungreeted(&self) -> Option<Greeting> {
-        self.ungreeted().pop()
-    }
-
     fn keep_ungreeted(&self, greeting: Option<Greeting>) {
-        let mut ungreeted = self.ungreeted();
-        if ungreeted.len() < MAX_UNGREETED {
-            ungreeted.extend(greeting);
+        let mut pools = self.pools();
+        if pools.ungreeted.len() < MAX_UNGREETED {
+            pools.ungreeted.extend(greeting);
         }
     }
 
@@ -420,8 +441,11 @@ impl TcpStore {
                     .iter()
                     .filter_map(|i| call.keys.get(*i).copied())
                     .collect();
-                Err(keys::wait_timed_out(call.op, call.keys, &missing, call.since)
-                    .with_peer_address(&self.server.address))
+                let asked = call.keys.len().min(EXPLAINED);
+                Err(
+                    keys::wait_timed_out(call.op, call.keys, asked, &missing, call.since)
+                        .with_peer_address(&self.server.address),
+                )
             }
         }
     }

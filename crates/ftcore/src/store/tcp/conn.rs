@@ -25,8 +25,8 @@ const ATTEMPT: Duration = Duration::from_secs(10);
 const CANCEL_GRACE: Duration = Duration::from_millis(100);
 /// … and to say what was missing, for the error text.
 const EXPLAIN_GRACE: Duration = Duration::from_millis(50);
-/// For how many keys it is asked that.
-const EXPLAINED: usize = 64;
+/// For how many keys it is asked that: the first ones of the call.
+pub(super) const EXPLAINED: usize = 64;
 
 /// A connection that greeted the server.
 pub(super) struct Conn {

@@ -5,6 +5,8 @@ use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::forked::Parents;
+
 /// What all connections together may make the server hold besides: unfinished requests, waits, replies that are not taken.
 const MAX_HELD: usize = 512 << 20;
 
@@ -43,7 +45,7 @@ impl Default for Limits {
 pub(super) struct Doors {
     pub(super) stopped: bool,
     pub(super) accepting: bool,
-    pub(super) open: HashMap<u64, Arc<TcpStream>>,
+    pub(super) open: HashMap<u64, Arc<Parents<TcpStream>>>,
     /// Those that have not greeted: the numbers grow, so the oldest is the first.
     pub(super) ungreeted: BTreeSet<u64>,
     pub(super) addresses: HashMap<IpAddr, usize>,

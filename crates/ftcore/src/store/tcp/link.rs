@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
 
+use crate::forked::Parents;
 use crate::identity::hello::{NO_RANK, Topic};
 use crate::identity::records::{Opener, Sealer};
 use crate::{Cancel, Epoch, Error, deadline_in, time_left};
@@ -174,7 +175,7 @@ pub(super) fn watch_listener(listener: impl AsFd, bell: &Bell, deadline: Option<
 /// A connection with a read buffer.
 #[derive(Debug)]
 pub(super) struct Link {
-    stream: Arc<TcpStream>,
+    stream: Arc<Parents<TcpStream>>,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -194,7 +195,7 @@ impl Link {
         stream.set_nodelay(true)?;
         let buffer = vec![0; BUFFER].into_boxed_slice();
         Ok(Self {
-            stream: Arc::new(stream),
+            stream: Arc::new(stream.into()),
             buffer,
             start: 0,
             end: 0,
@@ -242,6 +243,15 @@ impl Link {
         self.records = Some(Box::new((sealer, opener)));
     }
 
+    /// Finds out about a peer whose machine vanished, so that it does not keep its place for ever. Best effort.
+    pub(super) fn keep_alive(&self) {
+        let socket = &*self.stream;
+        let _ = sockopt::set_socket_keepalive(socket, true);
+        let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
+        let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));
+        let _ = sockopt::set_tcp_keepcnt(socket, 4);
+    }
+
     /// From now on, something must move in every `window`.
     pub(super) fn pace(&mut self, window: Duration) {
         self.limit = TimeLimit::Pace(window);
@@ -266,7 +276,7 @@ impl Link {
     }
 
     /// The socket, for shutting it down from elsewhere.
-    pub(super) fn socket(&self) -> &Arc<TcpStream> {
+    pub(super) fn socket(&self) -> &Arc<Parents<TcpStream>> {
         &self.stream
     }
 

@@ -15,6 +15,7 @@ use super::doors::{Doors, Limits, network};
 use super::engine::{Engine, Entry, Progress, Ticket};
 use super::link::{Bell, Link, TimeLimit, hello_topic, is_late, watch_listener};
 use super::wire::{self, Budget, Held, Request};
+use crate::forked::{Born, Parents};
 use crate::identity::hello::{self, Handshake, Reason, Refused};
 use crate::identity::{TurnedAway, may_listen};
 use crate::store::keys::MAX_VALUE;
@@ -56,10 +57,12 @@ pub fn epoch_prefix(epoch: Epoch, group_rank: u32) -> String {
 ///
 /// Limits: 4096 connections, 3584 of them from one address and 1024 that have not greeted (then the oldest of those is closed), 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB for what one connection makes it hold,
 /// 512 MiB for all of them, 1 GiB of keys and values.
-/// Dropping it answers the requests that have come, for 1 s at most, and ends all connections.
+/// Dropping it answers the requests that have come, for 1 s at most, and ends all connections. In a process that was forked off the one that
+/// serves, dropping it and [`shutdown`](Self::shutdown) do nothing: the sockets are the parent's, too, and the threads are not there.
 pub struct TcpStoreServer {
     address: SocketAddr,
     shared: Arc<Shared>,
+    pub(super) born: Born,
 }
 
 struct Shared {
@@ -100,7 +103,7 @@ impl TcpStoreServer {
 
     pub(super) fn start(
         addr: &str,
-        (listener, address): (TcpListener, SocketAddr),
+        (listener, address): (Parents<TcpListener>, SocketAddr),
         credentials: Option<Arc<Credentials>>,
         limits: Limits,
     ) -> Result<Self> {
@@ -125,7 +128,11 @@ impl TcpStoreServer {
             .spawn(move || accept(listener, &for_thread))
             .map_err(fail)?;
         tracing::debug!(%address, "store server listens");
-        Ok(Self { address, shared })
+        Ok(Self {
+            address,
+            shared,
+            born: Born::here(),
+        })
     }
 
     /// The address listened on, with the real port.
@@ -163,8 +170,7 @@ impl TcpStoreServer {
     /// Stops accepting, ends all connections and waits (a few seconds at most) until the port is free again. A second
     /// call does nothing.
     pub fn shutdown(&self) {
-        self.stop();
-        if !self.has_ended_by(deadline_in(SHUTDOWN)) {
+        if self.stop() && !self.has_ended_by(deadline_in(SHUTDOWN)) {
             tracing::warn!(
                 connections = self.shared.doors().open.len(),
                 "store server: connections did not end in time"
@@ -172,8 +178,12 @@ impl TcpStoreServer {
         }
     }
 
-    /// Takes no more requests, answers those that have come, and closes what is left after [`ANSWERS`].
-    fn stop(&self) {
+    /// Takes no more requests, answers those that have come, and closes what is left after [`ANSWERS`]. False where nothing of that is this
+    /// process's to do.
+    fn stop(&self) -> bool {
+        if self.born.is_elsewhere() {
+            return false;
+        }
         let mut doors = self.shared.doors();
         doors.stopped = true;
         // What has arrived can still be read, then comes an end; a wait sees that end at once.
@@ -187,6 +197,7 @@ impl TcpStoreServer {
                 let _ = socket.shutdown(Shutdown::Both);
             }
         }
+        true
     }
 
     /// Waits until all threads have ended; false at the deadline.
@@ -247,14 +258,14 @@ impl fmt::Debug for TcpStoreServer {
 }
 
 /// Listens on `addr`; with the real port.
-pub(super) fn listen(addr: &str) -> Result<(TcpListener, SocketAddr)> {
+pub(super) fn listen(addr: &str) -> Result<(Parents<TcpListener>, SocketAddr)> {
     let fail = |e: io::Error| bind_error(addr, e);
     split_address(addr).map_err(|e| e.with_op("store.serve"))?;
     raise_descriptor_limit();
     let listener = TcpListener::bind(addr).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let address = listener.local_addr().map_err(fail)?;
-    Ok((listener, address))
+    Ok((listener.into(), address))
 }
 
 fn bind_error(addr: &str, e: io::Error) -> Error {
@@ -285,7 +296,7 @@ impl Shared {
     }
 }
 
-fn accept(listener: TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: Parents<TcpListener>, shared: &Arc<Shared>) {
     let mut pause = None;
     loop {
         if let Err(error) = watch_listener(&listener, &shared.stop, pause.take()) {
@@ -322,7 +333,7 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
             return;
         }
     };
-    keep_alive(&link);
+    link.keep_alive();
     let address = network(peer);
     let id = {
         let mut doors = shared.doors();
@@ -376,15 +387,6 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
     if let Err(error) = spawned {
         tracing::warn!(%peer, %error, "store server: no thread for a connection; closing it");
     }
-}
-
-/// Finds out about peers whose machine vanished, so that they do not keep their place for ever. Best effort.
-fn keep_alive(link: &Link) {
-    let socket = link.socket();
-    let _ = rustix::net::sockopt::set_socket_keepalive(socket, true);
-    let _ = rustix::net::sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
-    let _ = rustix::net::sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));
-    let _ = rustix::net::sockopt::set_tcp_keepcnt(socket, 4);
 }
 
 /// A connection's place among the open ones, given up however its thread ends.

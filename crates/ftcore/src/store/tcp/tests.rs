@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 mod cancelled;
 mod credentials;
 mod epochs;
+mod forked;
 mod hostile;
 mod lost;
 
