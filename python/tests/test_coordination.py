@@ -281,6 +281,38 @@ def test_a_forked_child_leaves_the_servers_of_its_parent_alone() -> None:
         replica.server.shutdown()
 
 
+KILLED = """
+import warnings
+warnings.simplefilter("ignore")
+server = oxccl.ManagerServer("b:1", os.environ["LIGHTHOUSE"], store_address="store-of-b:1")
+client = oxccl.ManagerClient(server.address)
+client.quorum(0, 0, checkpoint_metadata="from b:1", timeout=60)
+child = os.fork()
+if child == 0:
+    os.read(0, 1)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_a_replica(tmp_path: Path) -> None:
+    with oxccl.Lighthouse(initial_replicas=2, heartbeat_timeout=60) as lighthouse:
+        (killed,) = jobs.script(KILLED, 1, tmp_path, LIGHTHOUSE=lighthouse.address)
+        a = Replica("a", lighthouse)
+        with a.client.watch(0) as watch:
+            a.quorum()
+            assert killed.stdout is not None
+            child = int(killed.stdout.readline())
+            event = watch.next(timeout=20)
+            assert event is not None
+            assert event.departed == ["b:1"]
+        # The child waits for the end of its input.
+        os.kill(child, 0)
+        assert jobs.ends([killed]) == [(-signal.SIGKILL, "", "")]
+        a.server.shutdown()
+
+
 def test_only_the_members_of_a_job_are_served(tmp_path: Path) -> None:
     folder = tmp_path / "job1"
     made = subprocess.run([sys.executable, "-m", "oxccl", "credentials", "new", str(folder)], capture_output=True, text=True, check=False)

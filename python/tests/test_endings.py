@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,38 @@ def test_a_forked_child_is_refused_and_does_no_harm(tmp_path: Path) -> None:
         folder = tmp_path / str(n)
         folder.mkdir()
         assert ends(script(FORKS, 2, folder)) == [(0, "2.0 None\n", "")] * 2, f"run {n}"
+
+
+KILLED = """
+import warnings
+warnings.simplefilter("ignore")
+world = init()
+if rank == 1:
+    child = os.fork()
+    if child == 0:
+        os.read(0, 1)
+        os._exit(0)
+    print(child, flush=True)
+    together()
+    os.kill(os.getpid(), signal.SIGKILL)
+pending = world.all_reduce(np.ones(4), async_op=True, timeout=60)
+together()
+since = time.monotonic()
+try:
+    pending.wait()
+except oxccl.PeerLost as e:
+    print(e.peer, time.monotonic() - since < 20)
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent(transport: str, tmp_path: Path) -> None:
+    survivor, killed = script(KILLED, 2, tmp_path, OXCCL_GLOO_TRANSPORT=transport)
+    assert ends([survivor]) == [(0, "1 True\n", "")]
+    # The child waits for the end of its input.
+    assert killed.stdout is not None
+    os.kill(int(killed.stdout.readline()), 0)
+    assert ends([killed]) == [(-signal.SIGKILL, "", "")]
 
 
 def test_a_child_that_is_forked_before_anything_was_made_has_a_world_of_its_own(tmp_path: Path) -> None:

@@ -319,6 +319,8 @@ try:
     manager.start_quorum()
 except KeyboardInterrupt:
     tell(interrupted=1)
+manager.shutdown()
+tell(left=1)
 """
     with oxccl.Lighthouse(min_replicas=2) as lighthouse, ftjobs.Job(lighthouse.address, body, tmp_path) as job:
         job.start("a")
@@ -330,6 +332,8 @@ except KeyboardInterrupt:
         assert pid is not None
         os.kill(pid, signal.SIGINT)
         assert job.until("a", "interrupted", 1)["at"] - at < 5
+        # Its wait does not go on to the deadline.
+        assert job.until("a", "left", 1)["at"] - at < 20
         job.ends()
 
 

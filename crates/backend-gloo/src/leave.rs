@@ -1,4 +1,4 @@
-//! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
+//! How an engine ends: its peers are told, its work fails, and what was said and sent is seen on its way before the sockets close.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -171,7 +171,7 @@ impl Engine {
         let (mut before, mut until) = (0, most);
         loop {
             let mut left = 0;
-            // The others close at once: somebody may wait for that.
+            // The others close at once: a rank may wait for that.
             links.retain_mut(|link| {
                 let bytes = link.at_risk();
                 left += bytes;

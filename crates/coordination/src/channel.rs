@@ -1,17 +1,17 @@
 //! The calling side of gRPC: channels that notice a cut-off peer, and a bridge for callers without a runtime.
 
 use std::future::Future;
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, split_url};
+use ftcore::forked::Parents;
+use ftcore::{Credentials, Error, ErrorKind, Result, join_address, split_url};
+use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioIo;
-use identity::{ClientStream, Party, Refusal, Role};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use identity::{Party, Refusal, Role};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tonic::codegen::Service;
 use tonic::codegen::http::Uri;
@@ -24,6 +24,9 @@ use crate::wire::error_of;
 
 /// The longest time-out that fits the header, and that a caller means.
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// How long it may take to make a connection.
+const CONNECT: Duration = Duration::from_secs(10);
 
 /// How long a connecting attempt, or the wait for the next one, may take.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -72,46 +75,32 @@ impl Way {
         }
     }
 
-    /// The usual way of a channel to connect will do.
-    fn is_plain(&self) -> bool {
-        #[cfg(test)]
-        if self.host.is_some() {
-            return false;
-        }
-        self.party.is_none()
-    }
-
     /// A connection to `host:port`.
     pub(crate) async fn open(&self, host: &str, port: u16) -> Result<Line, BoxError> {
         #[cfg(test)]
         if let Some(own) = &self.host {
-            return Ok(Line::Simulated(own.connect(host).await?));
+            return Ok(Box::new(own.connect(host).await?));
         }
-        let stream = TcpStream::connect((host, port)).await?;
-        let _ = stream.set_nodelay(true);
+        // Not tokio's, which would wait for an address that does not answer before it tries the host's next one.
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(CONNECT));
+        let uri = Uri::try_from(format!("http://{}", join_address(host, port)))?;
+        let stream = Pin::new(Parents::new(connector.call(uri).await?.into_inner()));
         match &self.party {
-            None => Ok(Line::Plain(stream)),
-            Some(party) => {
-                let stream = party.connect(stream, self.expected.as_ref()).await?;
-                Ok(Line::Secured(Box::new(stream)))
-            }
+            None => Ok(Box::new(stream)),
+            Some(party) => Ok(Box::new(party.connect(stream, self.expected.as_ref()).await?)),
         }
     }
 
     /// A channel to `endpoint`, connected.
     pub(crate) async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, tonic::transport::Error> {
-        match self.is_plain() {
-            true => endpoint.connect().await,
-            false => endpoint.connect_with_connector(Connector(self.clone())).await,
-        }
+        endpoint.connect_with_connector(Connector(self.clone())).await
     }
 
     /// A channel to `endpoint` that connects with its first call. On a runtime.
     pub(crate) fn connect_lazily(&self, endpoint: &Endpoint) -> Channel {
-        match self.is_plain() {
-            true => endpoint.connect_lazy(),
-            false => endpoint.connect_with_connector_lazy(Connector(self.clone())),
-        }
+        endpoint.connect_with_connector_lazy(Connector(self.clone()))
     }
 
     /// Checks that `url` is one for this way. Errors: `InvalidArgument` that says what is missing on which side.
@@ -137,70 +126,13 @@ impl Way {
     }
 }
 
-/// A connection, with TLS or without.
-pub(crate) enum Line {
-    Plain(TcpStream),
-    Secured(Box<ClientStream<TcpStream>>),
-    #[cfg(test)]
-    Simulated(crate::simulation::End),
-}
+/// A connection, with TLS or without, of which a child that is forked off gets no copy.
+pub(crate) type Line = Box<dyn Duplex>;
 
-impl Line {
-    fn stream(self: Pin<&mut Self>) -> Pin<&mut (dyn Duplex + '_)> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream),
-            Self::Secured(stream) => Pin::new(&mut **stream),
-            #[cfg(test)]
-            Self::Simulated(stream) => Pin::new(stream),
-        }
-    }
-}
+pub(crate) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
-trait Duplex: AsyncRead + AsyncWrite + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Unpin> Duplex for T {}
-
-impl AsyncRead for Line {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        self.stream().poll_read(context, into)
-    }
-}
-
-impl AsyncWrite for Line {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.stream().poll_write(context, bytes)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream().poll_flush(context)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream().poll_shutdown(context)
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        self.stream().poll_write_vectored(context, bytes)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(stream) => stream.is_write_vectored(),
-            Self::Secured(stream) => stream.is_write_vectored(),
-            #[cfg(test)]
-            Self::Simulated(_) => false,
-        }
-    }
-}
-
-/// Makes the connections of a channel that has credentials, or is simulated.
+/// Makes the connections of a channel.
 #[derive(Clone)]
 struct Connector(Way);
 
@@ -243,7 +175,7 @@ pub(crate) fn endpoint(url: &str, way: &Way) -> Result<Endpoint> {
         .http2_keep_alive_interval(PING_INTERVAL)
         .keep_alive_timeout(PING_TIMEOUT)
         .keep_alive_while_idle(true)
-        .connect_timeout(Duration::from_secs(10)))
+        .connect_timeout(CONNECT))
 }
 
 /// Connects on `handle`'s threads, trying again until `deadline` or until the server refuses who this process is, and waits for it. The channel

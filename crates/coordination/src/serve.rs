@@ -8,12 +8,14 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use ftcore::forked::Parents;
 use ftcore::identity::{is_insecure, may_listen};
 use ftcore::{Error, ErrorKind, Result, accept_failure, host_address, join_address, split_address};
 use hyper::body::Incoming;
@@ -179,6 +181,7 @@ impl Service {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
+        let listener = Parents::new(listener);
         runtime.spawn(accept(
             Listener::System(listener),
             Arc::new(served),
@@ -226,7 +229,7 @@ impl Drop for Service {
 
 /// Where connections come from.
 enum Listener {
-    System(tokio::net::TcpListener),
+    System(Parents<tokio::net::TcpListener>),
     #[cfg(test)]
     Simulated(crate::simulation::Listener),
 }
@@ -346,13 +349,17 @@ async fn identified<A: Answers>(
         (Accepted::Simulated(_), Served::Jobs(..)) => return,
     };
     let _ = stream.set_nodelay(true);
+    // A child that is forked off gets no copy: it would hide the end of this process from the caller.
+    let kept = |stream| Pin::new(Parents::new(stream));
     let (acceptor, jobs) = match served.as_ref() {
-        Served::All(routes) => return connection(stream, None, activity, routes.clone(), stopped).await,
+        Served::All(routes) => {
+            return connection(kept(stream), None, activity, routes.clone(), stopped).await;
+        }
         Served::Jobs(acceptor, jobs) => (acceptor, jobs),
     };
     let deadline = clock::now() + activity.greeting();
     let proved = tokio::select! {
-        proved = acceptor.accept(stream, address, deadline, |stream| stream) => proved,
+        proved = acceptor.accept(stream, address, deadline, kept) => proved,
         _ = stopped.wait_for(|s| *s) => None,
     };
     if let Some((stream, peer)) = proved

@@ -7,6 +7,7 @@ use std::time::Instant;
 use crate::{Completer, Completion, Error, OpKind, Tensor, Work, driven_work_pair};
 
 struct Joined {
+    kind: OpKind,
     works: Vec<Work>,
     pending: AtomicUsize,
     completer: Mutex<Option<Completer>>,
@@ -14,9 +15,9 @@ struct Joined {
     refused: Mutex<Option<(Error, Vec<Tensor>)>>,
 }
 
-/// Ends when all of `works` have, with their tensors one after the other; fails with the first failure in their order, or with `refused`.
-/// Aborting it aborts them, waiting for it waits for each.
-pub(crate) fn joined(
+/// For backends. Ends when all of `works` have, with their tensors one after the other; fails with the first failure in their order, or with
+/// `refused`, as a `kind`. Aborting it aborts them, waiting for it waits for each.
+pub fn joined(
     kind: OpKind,
     deadline: Instant,
     works: Vec<Work>,
@@ -32,6 +33,7 @@ pub(crate) fn joined(
     });
     let parts = works.clone();
     let joined = Arc::new(Joined {
+        kind,
         // One for this function, so that an end while it runs is not the last one.
         pending: AtomicUsize::new(works.len() + 1),
         works,
@@ -75,7 +77,7 @@ impl Joined {
             failure.get_or_insert(error);
         }
         match failure {
-            Some(error) => completer.fail(error, tensors),
+            Some(error) => completer.fail(error.with_op(self.kind.name()), tensors),
             None => completer.succeed(Completion {
                 tensors,
                 source: None,
@@ -137,7 +139,9 @@ mod tests {
         second.succeed(done(7));
         assert!(matches!(all.status(), crate::Status::Pending));
         first.fail(Error::timeout("no"), vec![Tensor::from_vec(vec![6u8])]);
-        assert_eq!(all.wait(soon()).unwrap_err().kind(), ErrorKind::Timeout);
+        let error = all.wait(soon()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert_eq!(error.context().op, Some("all_gather"));
         assert_eq!(bytes(all.recover()), [6, 7, 9]);
     }
 }

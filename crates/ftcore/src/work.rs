@@ -249,7 +249,7 @@ impl Shared {
     }
 
     /// Calls what a caller has left here. The thread is an engine's, or waits for another operation: a panic ends neither it nor the group, and
-    /// keeps nobody else from being told.
+    /// the others are told all the same.
     fn guard(&self, call: impl FnOnce()) {
         if catch_unwind(AssertUnwindSafe(call)).is_err() {
             let sequence = self.sequence.get().copied();

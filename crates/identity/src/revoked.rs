@@ -30,7 +30,8 @@ type List = Vec<(String, u64)>;
 /// What says that a file is another one: when it was changed, its number and its length.
 type Stamp = (SystemTime, u64, u64);
 
-/// Takes back every certificate of the replica `name` that was made until now, for the processes that use the folder `path`.
+/// Takes back every certificate of the replica `name` that was made until now, for the processes that use the folder `path`. Those that are made after its
+/// return are none of them: it waits for the end of the present second, for a second at most.
 ///
 /// Errors: `InvalidArgument` for the name, or a folder or list that is none; `Io`.
 pub fn revoke(path: &Path, name: &str) -> Result<()> {
@@ -47,7 +48,13 @@ pub fn revoke(path: &Path, name: &str) -> Result<()> {
     let new = path.join(format!("{FILE}.{}", std::process::id()));
     let written =
         fs::File::create(&new).and_then(|mut f| f.write_all(text.as_bytes()).and_then(|()| f.sync_data()));
-    written.and_then(|()| fs::rename(&new, &file)).map_err(failed)
+    written.and_then(|()| fs::rename(&new, &file)).map_err(failed)?;
+    // The list and the certificates tell whole seconds: one that was made in the rest of this one would be taken back, too.
+    let end = UNIX_EPOCH + Duration::from_secs(now.as_secs() + 1);
+    let left = end.duration_since(SystemTime::now()).unwrap_or_default();
+    // No longer than that if the clock was set back meanwhile.
+    std::thread::sleep(left.min(Duration::from_secs(1)));
+    Ok(())
 }
 
 fn read(file: &Path) -> Result<List> {

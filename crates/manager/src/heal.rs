@@ -72,6 +72,8 @@ pub(crate) struct Behind<'a> {
     pub(crate) party: Option<&'a Arc<Party>>,
     /// `None`: over HTTP.
     pub(crate) over_group: Option<OverGroup<'a>>,
+    /// Called once the state is here: to load it may take long as well.
+    pub(crate) progress: &'a dyn Fn(),
 }
 
 impl Behind<'_> {
@@ -105,6 +107,7 @@ pub(crate) fn heal(
         received = ?fetched.received,
         "fetched the state"
     );
+    (me.progress)();
     state
         .load(&fetched.state)
         .map_err(|e| refused(me, answer, &fetched, state, &e))?;
@@ -437,6 +440,7 @@ mod tests {
             kept: &Kept::default(),
             party: None,
             over_group: None,
+            progress: &|| (),
         };
         heal(&me, answer, state, deadline).map(|(healed, _)| healed)
     }
@@ -569,6 +573,7 @@ mod tests {
                     kept: &Kept::default(),
                     party: None,
                     over_group: None,
+                    progress: &|| (),
                 };
                 together.wait();
                 let result = heal(&me, &answer, &mut state, soon());

@@ -22,4 +22,5 @@ mod spans;
 pub use config::{HealOver, ManagerConfig, WorldSizeMode};
 pub use manager::Manager;
 pub use protocol::Lineage;
+pub use quorum::Interrupter;
 pub use replica::{Healed, ManagedWork, Members, Participation, Pending, Replica, State, States};

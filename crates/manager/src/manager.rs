@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Distrusted, HttpTransport, Kept, Snapshot, TransportOptions};
 use coordination::{
-    Cancel, CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest,
-    QuorumResult, WatchGuard, is_refused,
+    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
+    WatchGuard, is_refused,
 };
 use ftcore::{
     Collective, DType, Epoch, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
@@ -32,7 +32,7 @@ use crate::heal;
 use crate::killed::end_process;
 use crate::names::{only_here, random_id, told_host};
 use crate::observed::{Attempt, Observed};
-use crate::quorum::{Ahead, GONE, Search};
+use crate::quorum::{Ahead, GONE, Interrupter, Search};
 use crate::reporter::Reporter;
 use crate::spans::Spans;
 use protocol::Lineage;
@@ -257,6 +257,7 @@ impl Manager {
             timeout: config.timeout,
             heal_over: config.heal_over,
             observed: observed.clone(),
+            waits: Interrupter::default(),
         };
         let progress = Arc::new(AtomicU64::new(1));
         // Often enough that several messages may be lost, and rarely enough to cost nothing.
@@ -291,6 +292,11 @@ impl Manager {
     /// This incarnation's id: `name:random`.
     pub fn replica_id(&self) -> &str {
         &self.replica_id
+    }
+
+    /// For another thread, to end what a call here waits for: as at a Ctrl-C.
+    pub fn interrupter(&self) -> Interrupter {
+        self.search.waits.clone()
     }
 
     /// Sets step, lineage and [`batches_committed`](Replica::batches_committed) of a state that was loaded from a disk checkpoint before
@@ -411,9 +417,13 @@ impl Manager {
         self.progress();
         self.begun = Instant::now();
         self.abandon_quorum();
-        // An abandoned step must not leave its reductions running into the next one.
-        if self.rank.in_step() && self.pending.drain(Instant::now()).is_err() {
-            self.group.abort("the step was abandoned");
+        // An abandoned step must not leave its reductions running into the next one. Nor may the other members wait for reductions of it that will not
+        // come: they hear of an error, and so of this.
+        let is_told = || self.pending.error().is_some() && self.pending.drain(Instant::now()).is_ok();
+        if self.rank.in_step() && !is_told() {
+            let text = "the step was abandoned";
+            self.group.abort(text);
+            self.report_error(Error::new(ErrorKind::Aborted, text));
             self.rank.abandon();
         }
         self.pending = Pending::default();
@@ -487,6 +497,8 @@ impl Manager {
         let limit = || deadline_in(self.config.timeout).min(deadline);
         let mut recovery = None;
         loop {
+            // Each part has a limit of its own, and all of them together may take longer than a rank may be without progress.
+            self.progress();
             next = match next {
                 Next::Offer { publish: true, .. } => {
                     let heal_over = self.config.heal_over;
@@ -501,9 +513,10 @@ impl Manager {
                     }
                     self.rank.offered(Ok(()))
                 }
-                Next::Configure => self
-                    .search
-                    .connect(&mut self.rank, answer, deadline, &Cancel::default()),
+                Next::Configure => {
+                    self.search
+                        .connect(&mut self.rank, answer, deadline, &self.search.waits.token())
+                }
                 Next::Heal | Next::Fetch => {
                     let (ends, epoch) = (&self.ends, answer.quorum_id);
                     let is_over = || {
@@ -517,6 +530,7 @@ impl Manager {
                         watch: &is_over,
                     };
                     let travels = self.config.heal_over == HealOver::Group && !answer.spare;
+                    let progress = || self.progress();
                     let me = heal::Behind {
                         replica_id: &self.replica_id,
                         group_rank: self.config.group_rank,
@@ -530,6 +544,7 @@ impl Manager {
                         kept: &self.kept,
                         party: self.party.as_ref(),
                         over_group: travels.then_some(over_group),
+                        progress: &progress,
                     };
                     let begun = Instant::now();
                     let outcome = heal::heal(&me, answer, state, limit());
@@ -581,7 +596,7 @@ impl Replica for Manager {
                 None => {
                     let question = self.question();
                     self.search
-                        .ask(&mut self.rank, &question, deadline, &Cancel::default())?
+                        .ask(&mut self.rank, &question, deadline, &self.search.waits.token())?
                 }
             };
             let recovery;
@@ -829,3 +844,6 @@ impl Drop for Manager {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,7 +4,7 @@
 //! ends with that step, and the training thread does it when it next calls.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use checkpoint::HttpTransport;
@@ -27,6 +27,27 @@ pub(crate) const GONE: Duration = Duration::from_secs(1);
 /// How much longer than its deadline a search may take to end.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// Ends what a manager's calls wait for, from another thread ([`Manager::interrupter`](crate::Manager::interrupter)).
+#[derive(Clone, Default)]
+pub struct Interrupter(Arc<Mutex<Cancel>>);
+
+impl Interrupter {
+    /// Ends the wait for a quorum, and connecting the group for it, with an error of the call that waits. Later calls are not concerned. What the
+    /// group does, its own `abort` ends; a transfer of state and a vote go on to their deadlines.
+    pub fn interrupt(&self) {
+        std::mem::take(&mut *self.lock()).cancel();
+    }
+
+    /// Of a call that begins to wait.
+    pub(crate) fn token(&self) -> Cancel {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Cancel> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What a search works with.
 #[derive(Clone)]
 pub(crate) struct Search {
@@ -42,6 +63,7 @@ pub(crate) struct Search {
     pub(crate) timeout: Duration,
     pub(crate) heal_over: HealOver,
     pub(crate) observed: Arc<Observed>,
+    pub(crate) waits: Interrupter,
 }
 
 /// Under which key the replica of that rank says that its state travels over the group; absent: over HTTP.
@@ -263,7 +285,8 @@ pub(crate) enum Ahead {
     Running {
         /// Behind a lock, so that the manager may be shared.
         outcome: Mutex<Receiver<Outcome>>,
-        cancel: Cancel,
+        /// Its own wait, and no other: one thread drives a manager.
+        waits: Interrupter,
         deadline: Instant,
     },
     /// It was found, or was not; the manager's rank has gone through it.
@@ -279,8 +302,8 @@ impl Ahead {
         deadline: Instant,
     ) -> Option<Self> {
         let (tell, outcome) = sync_channel(1);
-        let cancel = Cancel::default();
-        let cancelled = cancel.clone();
+        let waits = search.waits.clone();
+        let cancelled = waits.token();
         let look = move || {
             let found = search.without_state(&mut rank, &question, deadline, &cancelled);
             let _ = tell.send((rank, found));
@@ -289,7 +312,7 @@ impl Ahead {
         match thread {
             Ok(_) => Some(Self::Running {
                 outcome: Mutex::new(outcome),
-                cancel,
+                waits,
                 deadline,
             }),
             Err(error) => {
@@ -301,8 +324,8 @@ impl Ahead {
 
     /// Ends a search. Does not wait for it.
     pub(crate) fn cancel(&self) {
-        if let Self::Running { cancel, .. } = self {
-            cancel.cancel();
+        if let Self::Running { waits, .. } = self {
+            waits.interrupt();
         }
     }
 

@@ -10,11 +10,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
-use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use ftcore::{
+    Checked, Completion, ErrorKind, Failed, GroupOptions, ProcessGroup, ReduceOp, Rejected, Result, Step,
+    SubmitOptions, Tensor, Work, Wrapper, deadline_in,
+};
 use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
 
 struct Nothing;
@@ -33,9 +37,13 @@ fn soon() -> Instant {
 }
 
 fn lighthouse() -> LighthouseServer {
+    lighthouse_of(1)
+}
+
+fn lighthouse_of(replicas: usize) -> LighthouseServer {
     LighthouseServer::start(LighthouseConfig {
         bind: "127.0.0.1:0".into(),
-        initial_replicas: Some(1),
+        initial_replicas: Some(replicas),
         join_timeout: Duration::from_secs(20),
         heartbeat_timeout: Duration::from_secs(60),
         ..LighthouseConfig::default()
@@ -161,4 +169,86 @@ fn a_newcomer_waits_for_as_long_as_a_member_asks_for_none() {
             assert!(Instant::now() < end, "the newcomer is kept out");
         }
     });
+}
+
+/// A group that tells no member that it is aborted, as with a library that only forgets its own end.
+struct Silent(backend_gloo::GlooGroup);
+
+impl Wrapper for Silent {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &self.0
+    }
+
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.0.submit(op, options)
+    }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.0.execute(op, options)
+    }
+
+    fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        Ok(None)
+    }
+
+    fn abort(&self, _: &str) {}
+}
+
+/// What it computes fails, for example, and the training loop begins the step anew. No member may wait for the reductions that it has left out.
+#[test]
+fn a_step_that_is_left_without_a_vote_holds_up_no_other_member() {
+    // Far more than the whole test takes.
+    let limit = Duration::from_secs(50);
+    for (reductions, is_heard) in [(0, true), (1, true), (0, false)] {
+        let lighthouse = lighthouse_of(2);
+        let manager = |name: &str| {
+            let gloo = backend_gloo::GlooGroup::new(name, GroupOptions::default()).unwrap();
+            let group: Arc<dyn ProcessGroup> = if is_heard || name != "r0" {
+                Arc::new(gloo)
+            } else {
+                Arc::new(Silent(gloo))
+            };
+            let config = ManagerConfig {
+                timeout: limit,
+                ..ManagerConfig::new(name, lighthouse.address())
+            };
+            Manager::new(group, config).unwrap()
+        };
+        let reduce = |m: &mut Manager| m.all_reduce(vec![Tensor::from_vec(vec![1.0f32; 8])], ReduceOp::Avg);
+        let (submitted, is_submitted) = channel();
+        let (manager, reduce) = (&manager, &reduce);
+        let begun = Instant::now();
+        std::thread::scope(|scope| {
+            let leaves = scope.spawn(move || {
+                let mut m = manager("r0");
+                assert!(attempt(&mut m).unwrap().1);
+                m.start_quorum(&mut Nothing, soon()).unwrap();
+                for _ in 0..reductions {
+                    reduce(&mut m).take().unwrap();
+                }
+                // The other one waits for this one's next reduction.
+                is_submitted.recv_timeout(limit).unwrap();
+                assert!(attempt(&mut m).unwrap().1);
+                m
+            });
+            let mut m = manager("r1");
+            assert!(attempt(&mut m).unwrap().1);
+            m.start_quorum(&mut Nothing, soon()).unwrap();
+            for _ in 0..reductions {
+                reduce(&mut m).take().unwrap();
+            }
+            let work = reduce(&mut m);
+            submitted.send(()).unwrap();
+            assert!(work.take().is_err());
+            assert!(!m.should_commit(soon()).unwrap());
+            assert!(attempt(&mut m).unwrap().1);
+            let left = leaves.join().unwrap();
+            assert_eq!((m.current_step(), left.current_step()), (Step(2), Step(2)));
+        });
+        assert!(
+            begun.elapsed() < limit / 2,
+            "{reductions} reductions: {:?}",
+            begun.elapsed()
+        );
+    }
 }

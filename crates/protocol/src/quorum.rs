@@ -150,7 +150,8 @@ impl LighthouseState {
             spares_asked_for: None,
             aborted: None,
             roster,
-            job: record.as_ref().map(Job::of),
+            // There may have been no quorum yet, only an eviction.
+            job: record.as_ref().filter(|r| !r.members.is_empty()).map(Job::of),
             accept_rollback: start.accept_rollback,
             unsaved: false,
             started: (now, clock_ms),
@@ -166,9 +167,16 @@ impl LighthouseState {
         }
     }
 
-    /// The record as it is now, if there is a job.
+    /// The record as it is now, if there is anything to record: a job, or an eviction before its first quorum.
     pub fn record(&self) -> Option<Record> {
-        let job = self.job.as_ref()?;
+        let Some(job) = &self.job else {
+            let before = Record {
+                quorum_id: self.quorum_id,
+                evicted: self.evicted.recorded(),
+                ..Record::default()
+            };
+            return Some(before).filter(|r| !r.evicted.is_empty());
+        };
         let ids = |which: fn(&Entry) -> bool| {
             let ids = self.roster.iter().filter(|(_, e)| which(e));
             ids.map(|(id, _)| id.to_string()).collect()

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use oxccl::core::{self, Credentials, DType, Error, ErrorKind, ReduceOp, Result, Tensor, deadline_in};
-use oxccl::manager::{self, Lineage, ManagedWork, Manager, ManagerConfig, Replica, State, WorldSizeMode};
+use oxccl::manager::{
+    self, Interrupter, Lineage, ManagedWork, Manager, ManagerConfig, Replica, State, WorldSizeMode,
+};
 use pyo3::prelude::*;
 
 use super::states;
@@ -28,6 +30,7 @@ const MARGIN: Duration = Duration::from_secs(5);
 pub(crate) struct Core {
     manager: Mutex<Option<Manager>>,
     handle: Arc<Handle>,
+    waits: Interrupter,
     born: u32,
 }
 
@@ -64,6 +67,7 @@ impl Core {
 
     /// Ends what waits for other replicas.
     pub(crate) fn interrupt(&self) {
+        self.waits.interrupt();
         self.handle.group().abort("interrupted at the keyboard");
     }
 
@@ -289,6 +293,7 @@ impl PyReplica {
             replica_id: manager.replica_id().to_owned(),
             timeout,
             core: Arc::new(Core {
+                waits: manager.interrupter(),
                 manager: Mutex::new(Some(manager)),
                 handle,
                 born: fork::count(),
@@ -329,7 +334,8 @@ impl PyReplica {
     fn await_quorum(&self, py: Python<'_>) -> PyResult<Participation> {
         self.at_home(py)?;
         let core = self.core.clone();
-        let found = apart(py, move || core.with(Replica::await_quorum))?;
+        let call = move |_: &mut dyn State| core.with(Replica::await_quorum);
+        let found = states::run(py, &py.None().into_bound(py), || self.core.interrupt(), call)?;
         self.core.configured();
         Ok(found.into())
     }
@@ -462,7 +468,7 @@ impl PyReplica {
         options::deadline(timeout).or_raise(py)?;
         let core = self.core.clone();
         apart(py, move || {
-            // Behind a call that was interrupted, which ends by its own deadline: without leaving, the others would count this replica in.
+            // Behind a call that was interrupted: without leaving, the others would count this replica in.
             let mut manager = core.lock();
             if let Some(manager) = manager.as_mut() {
                 manager.leave(options::deadline(timeout)?)?;

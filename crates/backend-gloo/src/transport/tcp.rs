@@ -100,7 +100,7 @@ pub(crate) struct Link {
     pub(crate) starved: bool,
     /// What came in is not what the peer sent.
     forged: bool,
-    /// Something came that nobody here wants any more.
+    /// Something came that this rank does not want any more.
     overtaken: bool,
     /// Of an encrypted connection: what the reader, and what the writer needs.
     opener: Option<Box<Opener>>,

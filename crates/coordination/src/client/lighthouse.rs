@@ -10,7 +10,7 @@ use tokio::time::MissedTickBehavior;
 use tonic::transport::Channel;
 
 use super::{Thread, tool};
-use crate::channel::{Way, wait_for};
+use crate::channel::{Way, chain, wait_for};
 use crate::clock::deadline_in;
 use crate::lighthouse::LighthouseStatus;
 use crate::lighthouses::{Lighthouses, Search};
@@ -205,7 +205,7 @@ async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
     let mut stream = way
         .open(host, port)
         .await
-        .map_err(|e| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")))?;
+        .map_err(|e| Error::new(ErrorKind::Unavailable, format!("{url}: {}", chain(&*e))))?;
     let unreachable =
         |e: std::io::Error| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")).with_source(e);
     let host = join_address(host, port);

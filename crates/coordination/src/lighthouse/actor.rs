@@ -99,6 +99,8 @@ pub(crate) struct Counters {
 #[derive(Debug, Clone)]
 pub(crate) struct Lighthouse {
     messages: mpsc::UnboundedSender<(Instant, Message)>,
+    /// Which task of this process it is: a later one has a greater number.
+    task: u64,
     next: Arc<AtomicU64>,
     pub(crate) watched: Arc<Watched>,
 }
@@ -131,7 +133,26 @@ impl Watched {
     }
 }
 
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
 impl Lighthouse {
+    /// The way to a task, and what the task reads.
+    pub(super) fn new() -> (Self, mpsc::UnboundedReceiver<(Instant, Message)>) {
+        let (messages, inbox) = mpsc::unbounded_channel();
+        let lighthouse = Self {
+            messages,
+            task: NEXT.fetch_add(1, Ordering::Relaxed),
+            next: Arc::new(AtomicU64::new(1)),
+            watched: Arc::default(),
+        };
+        (lighthouse, inbox)
+    }
+
+    /// See [`Line::is_new`].
+    pub(super) fn task(&self) -> u64 {
+        self.task
+    }
+
     /// A number for a call or a stream.
     pub(crate) fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
@@ -206,8 +227,7 @@ pub(crate) fn start(
     heartbeat_timeout: Duration,
     journal: Journal,
 ) -> (Lighthouse, JoinHandle<Error>) {
-    let (messages, mut inbox) = mpsc::unbounded_channel();
-    let watched = Arc::new(Watched::default());
+    let (lighthouse, mut inbox) = Lighthouse::new();
     let mut actor = Actor {
         state,
         journal,
@@ -216,7 +236,7 @@ pub(crate) fn start(
         put_off: None,
         calls: HashMap::new(),
         shelf: Shelf::default(),
-        watched: Arc::clone(&watched),
+        watched: Arc::clone(&lighthouse.watched),
         rates: Rates::default(),
         streams: HashMap::new(),
         operators: HashMap::new(),
@@ -236,11 +256,6 @@ pub(crate) fn start(
         }
         gone()
     });
-    let lighthouse = Lighthouse {
-        messages,
-        next: Arc::new(AtomicU64::new(1)),
-        watched,
-    };
     let clock = lighthouse.messages.downgrade();
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(tick);

@@ -17,18 +17,15 @@ use super::metrics;
 use super::status::known;
 use crate::exposition;
 use crate::serve::unknown;
-use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, oxccl};
 
-/// gRPC and pages in one router.
+/// gRPC and pages in one router, all but torchft's two calls.
 pub(crate) fn routes(lighthouse: Frontend) -> Router {
-    let torchft = torchft::lighthouse_service_server::LighthouseServiceServer::new(lighthouse.clone())
-        .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let ours = oxccl::oxccl_lighthouse_server::OxcclLighthouseServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let live = Live::new(lighthouse.clone());
     let (counted, for_metrics, for_targets) = (live.clone(), lighthouse.clone(), lighthouse.clone());
-    Routes::new(torchft)
-        .add_service(ours)
+    Routes::new(ours)
         .into_axum_router()
         .route("/", get(dashboard))
         .route("/events", get(move || events(live.clone())))

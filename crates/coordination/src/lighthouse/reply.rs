@@ -40,6 +40,7 @@ impl Reply {
     }
 
     /// The message without its head.
+    #[cfg(test)]
     pub(crate) fn message(&self) -> Bytes {
         self.0.slice(HEAD.min(self.0.len())..)
     }

@@ -64,6 +64,12 @@ fn check(member: &Member) -> Result<(), Status> {
     bounded("data", &member.data, MAX_DATA)
 }
 
+/// Lets requests pass that come in the name of the replica `id`. Errors: `InvalidArgument` for one that is too long to be kept; `PermissionDenied`.
+fn named_by<T>(request: &Request<T>, id: &str) -> Result<(), Status> {
+    bounded("replica_id", id, MAX_ID_BYTES)?;
+    in_the_name_of(request.extensions(), id)
+}
+
 /// Lets the operator's requests pass: with credentials, those that come with the operator's certificate. Errors: `PermissionDenied` that names the
 /// caller.
 pub(crate) fn operator_only<T>(request: &Request<T>) -> Result<(), Status> {
@@ -72,10 +78,10 @@ pub(crate) fn operator_only<T>(request: &Request<T>) -> Result<(), Status> {
 
 impl Lighthouse {
     /// Remembers over which connection a replica calls.
-    fn note_caller(&self, line: Option<&Arc<Line>>, replica_id: &str) {
-        let Some(line) = line.filter(|line| line.is_new(replica_id)) else {
+    fn note_caller(&self, line: &Arc<Line>, replica_id: &str) {
+        if !line.is_new(self.task(), replica_id) {
             return;
-        };
+        }
         let (lighthouse, number) = (self.clone(), line.number());
         self.send(Message::Calling {
             line: number,
@@ -94,9 +100,9 @@ impl Lighthouse {
     }
 
     /// Takes in a heartbeat. The answer says that it has come, which is when it counts.
-    fn beat(&self, line: Option<&Arc<Line>>, replica_id: String) -> Result<(), Status> {
+    fn beat(&self, line: &Arc<Line>, replica_id: String) -> Result<(), Status> {
         bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
-        speaks_for(line.and_then(|line| line.peer()), &replica_id)?;
+        speaks_for(line.peer(), &replica_id)?;
         self.note_caller(line, &replica_id);
         self.send(Message::Event {
             event: Event::Heartbeat { replica_id },
@@ -109,7 +115,7 @@ impl Lighthouse {
     async fn ask(
         &self,
         timeout: Option<Duration>,
-        line: Option<&Arc<Line>>,
+        line: &Arc<Line>,
         message: torchft::LighthouseQuorumRequest,
     ) -> Result<Reply, Status> {
         let caller = Caller::of(&message);
@@ -120,7 +126,7 @@ impl Lighthouse {
                 .ok_or_else(|| Status::invalid_argument("the requester is missing"))?,
         );
         check(&member)?;
-        speaks_for(line.and_then(|line| line.peer()), &member.replica_id)?;
+        speaks_for(line.peer(), &member.replica_id)?;
         let id = member.replica_id.clone();
         self.note_caller(line, &id);
         let (reply, answer) = oneshot::channel();
@@ -177,12 +183,12 @@ impl Pages {
     async fn quorum(&self, head: &Parts, body: Asked, line: &Arc<Line>) -> Result<Reply, Status> {
         let message = asked(body, MAX_MESSAGE_BYTES).await?;
         let timeout = grpc_timeout(&head.headers)?;
-        self.frontend.answering()?.ask(timeout, Some(line), message).await
+        self.frontend.answering()?.ask(timeout, line, message).await
     }
 
     async fn heartbeat(&self, body: Asked, line: &Arc<Line>) -> Result<(), Status> {
         let message: torchft::LighthouseHeartbeatRequest = asked(body, MAX_MESSAGE_BYTES).await?;
-        self.frontend.answering()?.beat(Some(line), message.replica_id)
+        self.frontend.answering()?.beat(line, message.replica_id)
     }
 }
 
@@ -208,36 +214,6 @@ impl Answers for Pages {
             }
             _ => Arc::clone(&self.others).answer(request, line).await,
         }
-    }
-}
-
-#[tonic::async_trait]
-impl torchft::lighthouse_service_server::LighthouseService for Frontend {
-    /// [`Pages`] takes this call before it comes here, and so it does with heartbeats.
-    async fn quorum(
-        &self,
-        request: Request<torchft::LighthouseQuorumRequest>,
-    ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
-        let (metadata, extensions, message) = request.into_parts();
-        let timeout = grpc_timeout(metadata.as_ref())?;
-        let reply = self
-            .answering()?
-            .ask(timeout, extensions.get::<Arc<Line>>(), message)
-            .await?;
-        let decoded = prost::Message::decode(reply.message());
-        decoded
-            .map(Response::new)
-            .map_err(|e| Status::internal(e.to_string()))
-    }
-
-    async fn heartbeat(
-        &self,
-        request: Request<torchft::LighthouseHeartbeatRequest>,
-    ) -> Result<Response<torchft::LighthouseHeartbeatResponse>, Status> {
-        let (_, extensions, message) = request.into_parts();
-        let line = extensions.get::<Arc<Line>>();
-        self.answering()?.beat(line, message.replica_id)?;
-        Ok(Response::new(torchft::LighthouseHeartbeatResponse {}))
     }
 }
 
@@ -295,7 +271,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         &self,
         request: Request<oxccl::AttachRequest>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        in_the_name_of(request.extensions(), &request.get_ref().replica_id)?;
+        named_by(&request, &request.get_ref().replica_id)?;
         let oxccl::AttachRequest {
             replica_id,
             last_quorum_id,
@@ -332,7 +308,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         &self,
         request: Request<oxccl::LeaveRequest>,
     ) -> Result<Response<oxccl::LeaveResponse>, Status> {
-        in_the_name_of(request.extensions(), &request.get_ref().replica_id)?;
+        named_by(&request, &request.get_ref().replica_id)?;
         let oxccl::LeaveRequest {
             replica_id,
             reason,
@@ -358,7 +334,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         &self,
         request: Request<oxccl::ReportRequest>,
     ) -> Result<Response<oxccl::ReportResponse>, Status> {
-        in_the_name_of(request.extensions(), &request.get_ref().replica_id)?;
+        named_by(&request, &request.get_ref().replica_id)?;
         let oxccl::ReportRequest {
             replica_id,
             quorum_id,
@@ -409,5 +385,77 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
             .unwrap_or_else(|_| Err(gone()))
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(oxccl::OperateResponse { replica_ids }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::journal::Journal;
+    use super::super::{LighthouseConfig, simulated};
+    use super::oxccl::oxccl_lighthouse_server::OxcclLighthouse as _;
+    use super::*;
+
+    /// What waits for the task: who calls, and what the others are.
+    fn waiting(inbox: &mut Inbox) -> Vec<String> {
+        let told = |message: Message| match message {
+            Message::Calling { replica_id, .. } => format!("{replica_id} calls"),
+            Message::Event { event, .. } => format!("{event:?}"),
+            _ => "another".into(),
+        };
+        std::iter::from_fn(|| inbox.try_recv().ok())
+            .map(|(_, message)| told(message))
+            .collect()
+    }
+
+    type Inbox = tokio::sync::mpsc::UnboundedReceiver<(std::time::Instant, Message)>;
+
+    #[test]
+    fn a_lighthouse_that_leads_again_learns_who_calls_over_connections_that_were_there_before() {
+        let line = Arc::new(Line::new(None));
+        let (first, mut of_first) = Lighthouse::new();
+        let (second, mut of_second) = Lighthouse::new();
+        let beat = r#"Heartbeat { replica_id: "a" }"#;
+        for (lighthouse, inbox) in [(&first, &mut of_first), (&second, &mut of_second)] {
+            lighthouse.beat(&line, "a".into()).unwrap();
+            assert_eq!(waiting(inbox), ["a calls", beat]);
+            lighthouse.beat(&line, "a".into()).unwrap();
+            assert_eq!(waiting(inbox), [beat]);
+        }
+    }
+
+    #[test]
+    fn an_id_that_is_too_long_to_be_kept_is_refused_by_every_call_that_has_one() {
+        let runtime = crate::serve::runtime("ox-test", 1).unwrap();
+        let _guard = runtime.enter();
+        let (pages, _open) = simulated(&LighthouseConfig::default(), None, Journal::Nowhere);
+        let asked = |length: usize| {
+            let (frontend, replica_id) = (pages.frontend.clone(), "x".repeat(length));
+            runtime.block_on(async move {
+                let attach = oxccl::AttachRequest {
+                    replica_id: replica_id.clone(),
+                    ..oxccl::AttachRequest::default()
+                };
+                let report = oxccl::ReportRequest {
+                    replica_id: replica_id.clone(),
+                    ..oxccl::ReportRequest::default()
+                };
+                let leave = oxccl::LeaveRequest {
+                    replica_id,
+                    ..oxccl::LeaveRequest::default()
+                };
+                let attached = frontend.attach(Request::new(attach)).await.map(drop);
+                let reported = frontend.report(Request::new(report)).await.map(drop);
+                let left = frontend.leave(Request::new(leave)).await.map(drop);
+                [attached, reported, left].map(|answer| answer.map_err(|status| status.code()))
+            })
+        };
+        assert_eq!(asked(MAX_ID_BYTES), [Ok(()); 3]);
+        assert_eq!(asked(MAX_ID_BYTES + 1), [Err(tonic::Code::InvalidArgument); 3]);
+        let recent = runtime.block_on(async { pages.frontend.leading().unwrap().status().await });
+        let recent = recent.unwrap().0.recent;
+        assert!(
+            recent.iter().all(|d| d.replica_id.len() == MAX_ID_BYTES),
+            "{recent:?}"
+        );
     }
 }

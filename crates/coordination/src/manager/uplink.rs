@@ -366,10 +366,16 @@ impl Drop for Open<'_> {
     }
 }
 
-/// Ready once the replica cannot go on, and has had time to say why: the end of its stream alone would tell less.
+/// Ready once the replica cannot go on, and has had time to say why: the end of its stream alone would tell less. Not if it goes on within that time: its
+/// next quorum would lose it again.
 async fn went_out(out: &mut watch::Receiver<bool>) {
-    drop(out.wait_for(|out| *out).await);
-    tokio::time::sleep(TELL_FIRST).await;
+    loop {
+        drop(out.wait_for(|out| *out).await);
+        let again = tokio::time::timeout(TELL_FIRST, out.wait_for(|out| !*out));
+        if !again.await.is_ok_and(|again| again.is_ok()) {
+            return;
+        }
+    }
 }
 
 async fn attach(uplink: &Uplink, manager: &Manager) {
@@ -445,5 +451,28 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
             inner.lighthouses.go_on(&lighthouse);
         }
         tokio::time::sleep(search.next()).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_replica_that_goes_on_before_its_stream_was_ended_keeps_it() {
+        let (tell, mut out) = watch::channel(false);
+        let moves = async {
+            for out in [true, false, true, false] {
+                tokio::time::sleep(TELL_FIRST / 2).await;
+                tell.send_replace(out);
+            }
+        };
+        let limit = TELL_FIRST * 10;
+        let (ended, ()) = tokio::join!(tokio::time::timeout(limit, went_out(&mut out)), moves);
+        assert!(ended.is_err(), "it moved in time");
+        tell.send_replace(true);
+        let since = tokio::time::Instant::now();
+        went_out(&mut out).await;
+        assert_eq!(since.elapsed(), TELL_FIRST);
     }
 }

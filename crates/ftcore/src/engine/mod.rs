@@ -17,6 +17,7 @@
 //! - **callers**: where the library keeps the order and the deadlines of blocking calls itself, [`Engine::carry_out`] counts them, and no more.
 
 mod clock;
+mod counters;
 mod group;
 mod in_flight;
 mod label;
@@ -31,6 +32,7 @@ mod tests;
 mod ticket;
 
 pub use clock::{Timed, arm};
+pub use counters::Counters;
 pub use group::{Backend, Group, OnCallers};
 pub use in_flight::{Held, InFlight, Scratch};
 pub use label::{Label, Place};
@@ -38,3 +40,5 @@ pub use machine::{Channel, Rules, Stage};
 pub use shell::{Driver, Engine, Job, Outcome, Refused, SpinBudget};
 pub use sync::spawn;
 pub use ticket::{Ended, Ticket};
+
+pub use crate::joined::joined;

@@ -98,7 +98,7 @@ impl LighthouseState {
         actions: &mut Vec<Action>,
     ) {
         let id = member.replica_id.clone();
-        self.evicted.started_again(&member);
+        self.unsaved |= self.evicted.started_again(&member);
         let checked = fields::check(&member).and_then(|()| self.check(&id, member.last_quorum_id, now));
         if let Err(error) = checked.and_then(|()| self.check_state(&mut member)) {
             self.recent.note(cut(&id), Fate::Refused, cut(error.message()));

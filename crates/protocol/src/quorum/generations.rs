@@ -580,7 +580,37 @@ fn a_state_far_ahead_is_checked_with_bounded_work_and_checked_again_for_little()
     assert!(job.refuses(&at("a", 5000, &far)).is_none());
     assert!(job.refuses(&at("a", 4999, &far)).is_some());
     assert!(job.refuses(&at("a", 5000, &far)).is_none());
-    assert_eq!(job.kept(), 4, "every 1024th lineage");
+    assert_eq!(job.kept(), [Some(4), None], "every 1024th lineage");
     assert!(job.refuses(&at("a", 1_000_001, &far)).is_some());
-    assert_eq!(job.kept(), 4, "beyond what is checked, nothing is computed");
+    assert_eq!(
+        job.kept(),
+        [Some(4), None],
+        "beyond what is checked, nothing is computed"
+    );
+}
+
+/// Before the first commit the job may have begun in either of two ways, and a state is checked against both.
+#[test]
+fn who_is_refused_before_the_first_commit_costs_as_little_again_and_after_it_one_chain_is_checked() {
+    let members = ["a:1", "b:1"].map(|id| at(id, 0, &Lineage::default()));
+    let mut job = Job::next(None, Epoch(5), &members);
+    let stranger = at("c:1", 5000, &Lineage::from_peer("ff"));
+    for _ in 0..2 {
+        assert!(job.refuses(&stranger).is_some());
+        assert_eq!(job.kept(), [Some(4); 2], "of both chains");
+    }
+    // Either is still the job's.
+    let synced = chain(&Lineage::initial("a:1"), Epoch(5), 0..5000);
+    let mut began_with_a_sync = job.clone();
+    assert!(began_with_a_sync.refuses(&at("a:1", 5000, &synced)).is_none());
+    assert_eq!(began_with_a_sync.kept(), [Some(4), None], "it is known now");
+    let plain = chain(&Lineage::default(), Epoch(5), 0..5000);
+    assert!(job.refuses(&at("a:1", 5000, &plain)).is_none());
+    // All begin the first step again.
+    let mut job = Job::next(Some(job), Epoch(5), &members);
+    assert_eq!(job.kept(), [Some(4); 2]);
+    let once = chain(&Lineage::default(), Epoch(5), 0..1);
+    job = Job::next(Some(job), Epoch(5), &members.map(|m| at(&m.replica_id, 1, &once)));
+    assert_eq!(job.kept(), [Some(4), None], "they have told how they began");
+    assert!(job.refuses(&at("a:1", 5000, &synced)).is_some());
 }

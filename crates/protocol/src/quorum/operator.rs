@@ -121,18 +121,22 @@ impl Evicted {
     }
 
     /// One that was started again under the same id is another one. If the evicted one had not asked by then, the first to ask is taken for it: its
-    /// call may have been under way.
-    pub(super) fn started_again(&mut self, member: &Member) {
+    /// call may have been under way. True if something has changed: a record that still had it would have the next one taken for it.
+    pub(super) fn started_again(&mut self, member: &Member) -> bool {
         let id = member.replica_id.as_str();
         let Some((incarnation, _)) = self.incarnations.get_mut(id) else {
-            return;
+            return false;
         };
+        if *incarnation == member.incarnation {
+            return false;
+        }
         if incarnation.is_empty() {
             incarnation.clone_from(&member.incarnation);
-        } else if *incarnation != member.incarnation {
+        } else {
             self.incarnations.remove(id);
             self.oldest_first.retain(|old| old.as_ref() != id);
         }
+        true
     }
 }
 
@@ -239,8 +243,8 @@ impl LighthouseState {
 mod tests {
     use std::time::Duration;
 
-    use super::super::Event;
     use super::super::tests::{Sim, member, rules};
+    use super::super::{Event, QuorumRules};
     use super::*;
 
     fn operate(sim: &mut Sim, kind: OrderKind, replica: &str) {
@@ -359,6 +363,80 @@ mod tests {
         sim.pass(Duration::from_secs(90), &["b"]);
         assert_eq!(sim.rejected(), []);
         assert_eq!(sim.state.record().unwrap().evicted, []);
+    }
+
+    #[test]
+    fn an_eviction_before_the_first_quorum_outlives_a_restart_of_the_lighthouse_and_binds_no_other_replica() {
+        let of = |id: &str, incarnation: &str| Member {
+            incarnation: incarnation.into(),
+            ..member(id)
+        };
+        let rules = QuorumRules {
+            initial_replicas: Some(2),
+            ..rules(1)
+        };
+        let mut sim = Sim::new(rules.clone());
+        assert_eq!(sim.state.record(), None, "there is nothing to record");
+        sim.join_as(of("b", "first"));
+        assert_eq!(sim.ids(), None);
+        operate(&mut sim, OrderKind::Evict, "b");
+        let saved = |a: &Action| match a {
+            Action::Save(record) => Some(record.clone()),
+            _ => None,
+        };
+        let record = sim.actions.iter().find_map(saved).unwrap();
+        // A later one, so that its ids are greater by its clock as well.
+        let mut sim = Sim::started(rules.clone(), 2000, Some(record), sim.now);
+        let call = sim.join_as(of("b", "first"));
+        assert_eq!(sim.rejected(), [(call, ErrorKind::Conflict)]);
+        assert!(!sim.state.status(sim.now).evicted.is_empty());
+        // Nothing is known of the job: whatever state its replicas have is its own, and no majority is waited for.
+        let ahead = |id: &str| Member {
+            step: ftcore::Step(500),
+            lineage: "ff".into(),
+            last_quorum_id: ftcore::Epoch(2000 - 1),
+            last_world_size: 2,
+            ..of(id, "any")
+        };
+        sim.join_as(ahead("a"));
+        sim.join_as(ahead("c"));
+        assert_eq!(sim.rejected(), []);
+        let quorum = sim.delivered().unwrap();
+        assert_eq!((quorum.participants.len(), quorum.quorum_id.0), (2, 2001));
+        assert_eq!(sim.state.record().unwrap().evicted.len(), 1);
+        // The other way: it is started again, and nothing is left to record.
+        let mut sim = Sim::new(rules);
+        sim.attach("b", 1);
+        operate(&mut sim, OrderKind::Evict, "b");
+        sim.join_as(of("b", "first"));
+        sim.join_as(of("b", "second"));
+        assert_eq!(sim.state.record(), None);
+    }
+
+    #[test]
+    fn which_process_was_evicted_is_recorded_once_it_has_asked() {
+        let of = |incarnation: &str| Member {
+            incarnation: incarnation.into(),
+            ..member("b")
+        };
+        let rules = QuorumRules {
+            initial_replicas: Some(2),
+            ..rules(1)
+        };
+        let mut sim = Sim::new(rules.clone());
+        sim.attach("b", 1);
+        operate(&mut sim, OrderKind::Evict, "b");
+        sim.join_as(of("first"));
+        sim.event(Event::Tick);
+        let saved = |a: &Action| match a {
+            Action::Save(record) => Some(record.clone()),
+            _ => None,
+        };
+        let record = sim.actions.iter().find_map(saved).unwrap();
+        let mut sim = Sim::started(rules, 7, Some(record), sim.now);
+        // The first to ask is not taken for the one that had asked before.
+        sim.join_as(of("second"));
+        assert_eq!(sim.rejected(), []);
     }
 
     #[test]

@@ -21,13 +21,13 @@ const ENDED: usize = 64;
 /// What outlives a restart of the lighthouse. Saved before the quorum that it describes is delivered.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Record {
-    /// The last epoch.
+    /// The last epoch; without members, no more than an id that all later ones exceed.
     pub quorum_id: Epoch,
     /// The step that its members began it with.
     pub step: Step,
     /// The lineage of their state at `step`; `None` if they told none, or an older version saved the record.
     pub lineage: Option<String>,
-    /// The ids of its members.
+    /// The ids of its members. None: there was no epoch yet.
     pub members: Vec<String>,
     /// Those of them that are known to be gone since, for whatever reason.
     pub departed: Vec<String>,
@@ -65,6 +65,59 @@ struct Ended {
     lineages: [Option<Lineage>; 2],
 }
 
+/// The lineages that commits of one epoch lead to.
+#[derive(Debug, Clone)]
+struct Chain {
+    /// Where it begins.
+    first: (Step, Lineage),
+    /// At some steps beyond that.
+    known: BTreeMap<Step, Lineage>,
+    /// The lineage that was asked for last: that of the next step, as a rule.
+    last: Option<(Step, Lineage)>,
+}
+
+impl Chain {
+    fn of(step: Step, lineage: Lineage) -> Self {
+        Self {
+            first: (step, lineage),
+            known: BTreeMap::new(),
+            last: None,
+        }
+    }
+
+    fn lineage(&self) -> &Lineage {
+        &self.first.1
+    }
+
+    /// The lineage after commits of `epoch` up to `step`, if that can be checked.
+    fn at(&mut self, epoch: Epoch, step: Step) -> Option<Lineage> {
+        if !(0..=MAX_CHECKED).contains(&(step - self.first.0)) {
+            return None;
+        }
+        if let Some((_, lineage)) = self.last.as_ref().filter(|(at, _)| *at == step) {
+            return Some(lineage.clone());
+        }
+        let known = self.known.range(..=step).next_back();
+        let (at, lineage) = known.unwrap_or((&self.first.0, &self.first.1));
+        let (mut at, mut lineage) = (*at, lineage.clone());
+        while at < step {
+            lineage = lineage.after(epoch, at);
+            at += 1;
+            if at.0 % KEPT_EACH == 0 {
+                self.known.insert(at, lineage.clone());
+            }
+        }
+        self.last = Some((step, lineage.clone()));
+        Some(lineage)
+    }
+
+    /// True if the state of `member` is on it.
+    fn leads_to(&mut self, epoch: Epoch, member: &Member) -> bool {
+        let lineage = self.at(epoch, member.step);
+        lineage.is_some_and(|l| l.as_str() == member.lineage)
+    }
+}
+
 /// The last epoch and the states that descend from it.
 #[derive(Debug, Clone)]
 pub(super) struct Job {
@@ -72,14 +125,12 @@ pub(super) struct Job {
     pub(super) step: Step,
     /// It ends the run.
     pub(super) closes: bool,
-    lineage: Option<Lineage>,
-    /// The other lineage that the chain may begin with: at step 0 the members may have begun with an initial sync, or without.
-    initial: Option<Lineage>,
+    /// From `step` on; `None` if its members told no lineage.
+    chain: Option<Chain>,
+    /// The other chain that it may be: at step 0 the members may have begun with an initial sync, or without. Kept as the first one is: who is refused
+    /// has both computed, and may ask again at once.
+    initial: Option<Chain>,
     names: BTreeSet<Id>,
-    /// Lineages of the chain at some steps beyond `step`.
-    known: BTreeMap<Step, Lineage>,
-    /// The lineage that was asked for last: that of the next step, as a rule.
-    last: Option<(Step, Lineage)>,
     /// Earlier epochs, the oldest first.
     ended: VecDeque<Ended>,
 }
@@ -90,11 +141,12 @@ impl Job {
             epoch: record.quorum_id,
             step: record.step,
             closes: record.closes,
-            lineage: record.lineage.clone().map(Lineage::from_peer),
+            chain: record
+                .lineage
+                .clone()
+                .map(|l| Chain::of(record.step, Lineage::from_peer(l))),
             initial: begun_by(record.step, record.lineage.as_deref(), &record.members),
             names: record.members.iter().map(|id| name_of(id).into()).collect(),
-            known: BTreeMap::new(),
-            last: None,
             ended: VecDeque::new(),
         }
     }
@@ -111,8 +163,15 @@ impl Job {
             .is_some_and(|job| job.epoch == epoch && lineage.is_some() && job.lineage_at(step) == lineage);
         let ended = match former {
             Some(mut job) if goes_on => {
-                job.known = job.known.split_off(&step);
-                (job.step, job.lineage, job.closes) = (step, lineage, closes);
+                if let (Some(chain), Some(lineage)) = (&mut job.chain, lineage) {
+                    chain.known = chain.known.split_off(&step);
+                    chain.first = (step, lineage);
+                }
+                if step > Step(0) {
+                    // They have committed, and so told how they began.
+                    job.initial = None;
+                }
+                (job.step, job.closes) = (step, closes);
                 return job;
             }
             former => former.map(Self::ended).unwrap_or_default(),
@@ -123,10 +182,8 @@ impl Job {
             step,
             closes,
             initial: begun_by(step, lineage.as_ref().map(Lineage::as_str), &ids),
-            lineage,
+            chain: lineage.map(|l| Chain::of(step, l)),
             names: members.iter().map(|m| name_of(&m.replica_id).into()).collect(),
-            known: BTreeMap::new(),
-            last: None,
             ended,
         }
     }
@@ -138,7 +195,7 @@ impl Job {
         ended.push_back(Ended {
             epoch: self.epoch,
             step: self.step,
-            lineages: [self.lineage, self.initial],
+            lineages: [self.chain, self.initial].map(|chain| chain.map(|c| c.first.1)),
         });
         ended
     }
@@ -154,12 +211,13 @@ impl Job {
     }
 
     pub(super) fn lineage(&self) -> Option<&Lineage> {
-        self.lineage.as_ref()
+        self.chain.as_ref().map(Chain::lineage)
     }
 
+    /// How many lineages are kept, of the one chain that it may be and of the other.
     #[cfg(test)]
-    pub(super) fn kept(&self) -> usize {
-        self.known.len()
+    pub(super) fn kept(&self) -> [Option<usize>; 2] {
+        [&self.chain, &self.initial].map(|chain| chain.as_ref().map(|c| c.known.len()))
     }
 
     /// True for a recorded member, in whatever incarnation.
@@ -169,30 +227,7 @@ impl Job {
 
     /// The lineage of the state at `step`, if it is one that this epoch can lead to and that can be checked.
     fn lineage_at(&mut self, step: Step) -> Option<Lineage> {
-        let ahead = step - self.step;
-        if !(0..=MAX_CHECKED).contains(&ahead) {
-            return None;
-        }
-        if let Some((_, lineage)) = self.last.as_ref().filter(|(at, _)| *at == step) {
-            return Some(lineage.clone());
-        }
-        let own = self.lineage.clone()?;
-        let known = self.known.range(self.step..=step).next_back();
-        let (mut at, mut lineage) = known.map_or((self.step, own), |(at, l)| (*at, l.clone()));
-        while at < step {
-            lineage = lineage.after(self.epoch, at);
-            at += 1;
-            if at.0 % KEPT_EACH == 0 {
-                self.known.insert(at, lineage.clone());
-            }
-        }
-        self.last = Some((step, lineage.clone()));
-        Some(lineage)
-    }
-
-    fn descends(&mut self, member: &Member) -> bool {
-        let lineage = self.lineage_at(member.step);
-        lineage.is_some_and(|l| l.as_str() == member.lineage)
+        self.chain.as_mut()?.at(self.epoch, step)
     }
 
     /// Why the state of `member` is not one of this job; `None` if it is, or if the member would heal anyway.
@@ -200,30 +235,20 @@ impl Job {
         if member.step <= self.step {
             return None;
         }
-        let why = if member.lineage.is_empty() || self.lineage.is_none() {
-            if self.names(&member.replica_id) {
-                return None;
-            }
-            "no lineage shows that it descends from"
-        } else {
-            if self.descends(member) {
-                return None;
-            }
-            // The first to tell how the job began says so for all.
-            if let Some(initial) = self.initial.take() {
-                let mut other = Self {
-                    lineage: Some(initial.clone()),
-                    known: BTreeMap::new(),
-                    last: None,
-                    ..self.clone()
-                };
-                if other.descends(member) {
-                    *self = other;
+        let why = match &mut self.chain {
+            Some(chain) if !member.lineage.is_empty() => {
+                if chain.leads_to(self.epoch, member) {
                     return None;
                 }
-                self.initial = Some(initial);
+                // The first to tell how the job began says so for all.
+                if let Some(initial) = self.initial.take_if(|chain| chain.leads_to(self.epoch, member)) {
+                    self.chain = Some(initial);
+                    return None;
+                }
+                "it does not descend from"
             }
-            "it does not descend from"
+            _ if self.names.contains(name_of(&member.replica_id)) => return None,
+            _ => "no lineage shows that it descends from",
         };
         Some(format!(
             "the state of replica {} is at step {}, and {why} the recorded state of this job (epoch {}, step {}): start the replica \
@@ -235,18 +260,17 @@ impl Job {
     /// True if `member` stands at the recorded step with a state of another history.
     pub(super) fn diverged(&self, member: &Member) -> bool {
         let lineage = self
-            .lineage
-            .as_ref()
+            .lineage()
             .filter(|_| member.step == self.step && self.step > Step(0));
         lineage.is_some_and(|l| !member.lineage.is_empty() && l.as_str() != member.lineage)
     }
 }
 
 /// What an initial sync of these members names the state at step 0, if that may be what they begin with.
-fn begun_by<T: AsRef<str>>(step: Step, lineage: Option<&str>, ids: &[T]) -> Option<Lineage> {
+fn begun_by<T: AsRef<str>>(step: Step, lineage: Option<&str>, ids: &[T]) -> Option<Chain> {
     let untold = step == Step(0) && lineage == Some("");
     let first = ids.iter().map(AsRef::as_ref).min().filter(|_| untold);
-    first.map(Lineage::initial)
+    first.map(|id| Chain::of(step, Lineage::initial(id)))
 }
 
 /// The lineage that most members at `step` tell, the lowest id's in a tie; as the assignment chooses it.
