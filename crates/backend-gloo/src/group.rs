@@ -281,7 +281,7 @@ impl ProcessGroup for GlooGroup {
 
     /// In memory that the other ranks of this host read in place, where the system allows it.
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        Ok(shm::alloc(dtype, count).unwrap_or_else(|| Tensor::zeros(dtype, count)))
+        shm::alloc(dtype, count).map_or_else(|| Tensor::try_zeros(dtype, &[count]), Ok)
     }
 
     fn split(

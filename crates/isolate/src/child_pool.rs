@@ -5,7 +5,7 @@
 
 use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{SendError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -23,14 +23,29 @@ use crate::{channel, raw};
 
 struct Job {
     command: Command,
+    deadline: Instant,
+    /// Without room: what is sent was taken.
     answer: SyncSender<std::io::Result<Child>>,
+}
+
+impl Job {
+    fn run(mut self) {
+        if time_left(self.deadline).is_zero() {
+            return;
+        }
+        if let Err(SendError(Ok(mut child))) = self.answer.send(self.command.spawn()) {
+            // Its caller waits no more.
+            drop(child.kill());
+            drop(child.wait());
+        }
+    }
 }
 
 static CHILD_POOL: Mutex<Option<Sender<Job>>> = Mutex::new(None);
 
 /// Starts `command` on the thread that outlives everything.
 fn spawn(command: Command, deadline: Instant) -> Result<Child> {
-    let (answer, started) = sync_channel(1);
+    let (answer, started) = sync_channel(0);
     {
         let mut child_pool = CHILD_POOL.lock().unwrap_or_else(PoisonError::into_inner);
         let sender = match &*child_pool {
@@ -39,14 +54,16 @@ fn spawn(command: Command, deadline: Instant) -> Result<Child> {
                 let (sender, jobs) = channel::<Job>();
                 start_thread("ox-isolate", move || {
                     // The sender above is never dropped: this ends with the process.
-                    for mut job in jobs {
-                        drop(job.answer.send(job.command.spawn()));
-                    }
+                    jobs.into_iter().for_each(Job::run);
                 })?;
                 child_pool.insert(sender)
             }
         };
-        drop(sender.send(Job { command, answer }));
+        drop(sender.send(Job {
+            command,
+            deadline,
+            answer,
+        }));
     }
     started
         .recv_timeout(time_left(deadline))
@@ -58,7 +75,6 @@ fn spawn(command: Command, deadline: Instant) -> Result<Child> {
 pub(crate) struct Started {
     pub(crate) link: Arc<Link>,
     pub(crate) capabilities: Capabilities,
-    pub(crate) library: Option<String>,
 }
 
 /// How long the end of a child that closed its socket may take to be known.
@@ -126,11 +142,7 @@ pub(crate) fn start(
         })),
     };
     match greeted {
-        Ok((capabilities, library)) => Ok(Started {
-            link,
-            capabilities,
-            library,
-        }),
+        Ok(capabilities) => Ok(Started { link, capabilities }),
         Err(e) => {
             link.end(e.clone(), None, Duration::ZERO);
             Err(named(e, options, &program))
@@ -181,4 +193,49 @@ fn adopt(
     };
     Keeper::start(link.clone(), child, socket)?;
     Ok(link)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Children of this process that run `sleep`, or have: no other test starts one.
+    fn sleepers() -> usize {
+        let me = std::process::id().to_string();
+        let is_one = |process: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(process.path().join("stat")).ok()?;
+            let (name, rest) = stat.rsplit_once(')')?;
+            Some(name.ends_with("(sleep") && rest.split_whitespace().nth(1)? == me)
+        };
+        std::fs::read_dir("/proc")
+            .unwrap()
+            .filter_map(|process| is_one(process.ok()?))
+            .filter(|&is_one| is_one)
+            .count()
+    }
+
+    fn sleep() -> Command {
+        let mut command = Command::new("sleep");
+        command.arg("20");
+        command
+    }
+
+    #[test]
+    fn a_process_whose_caller_waits_no_more_is_not_started_or_does_not_stay() {
+        let soon = || deadline_in(Duration::from_secs(20));
+        let (answer, gone) = sync_channel(0);
+        drop(gone);
+        Job {
+            command: sleep(),
+            deadline: soon(),
+            answer,
+        }
+        .run();
+        assert_eq!(sleepers(), 0, "it was not ended, or not collected");
+        let late = spawn(sleep(), Instant::now()).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::Timeout);
+        // In its turn, so that the one above has had its own.
+        spawn(Command::new("true"), soon()).unwrap().wait().unwrap();
+        assert_eq!(sleepers(), 0, "it was started too late");
+    }
 }

@@ -12,7 +12,7 @@ use ftcore::lifecycle::{Engine as _, Lifecycle};
 use ftcore::{
     Cancel, Capabilities, Checked, Collective, Completion, Configuration, DType, Error, ErrorKind, Failed,
     Feature, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
-    later, time_left, work_pair,
+    forked, later, time_left, work_pair,
 };
 
 use crate::child;
@@ -71,7 +71,6 @@ struct Core {
     capabilities: Capabilities,
     /// Options that the child was told to drop and did.
     dropped_options: Vec<String>,
-    library: Option<String>,
     /// The backend can be configured again in one process.
     reuses: bool,
     /// The backend tells the other ranks of an abort.
@@ -151,7 +150,6 @@ impl IsolatedGroup {
             tells: inner.has(Feature::Abort),
             capabilities: isolated(inner, pool.mode(), why),
             dropped_options,
-            library: started.library,
             pool,
             spare: Arc::default(),
             options,
@@ -190,11 +188,6 @@ impl IsolatedGroup {
     /// The spare child's process id, once it is ready.
     pub fn spare_pid(&self) -> Option<u32> {
         self.core.spare.pid()
-    }
-
-    /// The vendor library behind the backend, as the child found it.
-    pub fn library(&self) -> Option<&str> {
-        self.core.library.as_deref()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -479,7 +472,7 @@ impl ProcessGroup for IsolatedGroup {
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        Ok(Tensor::zeros(dtype, count))
+        Tensor::try_zeros(dtype, &[count])
     }
 
     fn split(
@@ -489,6 +482,7 @@ impl ProcessGroup for IsolatedGroup {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let named = |e: Error| e.with_op("split");
+        forked::check().map_err(named)?;
         let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         if let Some(first) = engine.error() {
             let text = format!("the group failed before: {first}");
@@ -537,6 +531,10 @@ impl ProcessGroup for IsolatedGroup {
     }
 
     fn abort(&self, reason: &str) {
+        if forked::is_child() {
+            // The child process and the way to it are the parent's.
+            return;
+        }
         self.lifecycle.abort(reason);
         if let Ok(engine) = self.lifecycle.engine() {
             engine.driver().abort(reason);
@@ -548,6 +546,9 @@ impl ProcessGroup for IsolatedGroup {
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
+        if forked::is_child() {
+            return Ok(());
+        }
         let Ok(engine) = self.lifecycle.engine() else {
             return Ok(());
         };
@@ -594,6 +595,9 @@ impl ProcessGroup for IsolatedGroup {
 
 impl Drop for IsolatedGroup {
     fn drop(&mut self) {
+        if forked::is_child() {
+            return;
+        }
         if let Ok(engine) = self.lifecycle.engine() {
             engine.driver().note_drop();
         }

@@ -24,7 +24,7 @@ use crate::wire::frames::Report;
 const IDLE: Duration = Duration::from_millis(500);
 /// A child that closed its socket is about to end; it is helped after this.
 const LAST_BREATH: Duration = Duration::from_millis(200);
-/// A child that could not be told of its end, because another thread was sending to it, is told after this.
+/// A child that could not be told something, because another thread was sending to it, is told after this.
 const AGAIN: Duration = Duration::from_millis(1);
 /// Output that is taken in one turn.
 const OUTPUT: usize = 256 << 10;
@@ -49,7 +49,13 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// Starts the thread. On an error the child is killed and collected.
-    pub(crate) fn start(link: Arc<Link>, mut child: Child, socket: Arc<OwnedFd>) -> Result<()> {
+    pub(crate) fn start(link: Arc<Link>, child: Child, socket: Arc<OwnedFd>) -> Result<()> {
+        let keeper = Self::new(link, child, socket)?;
+        // With an error the closure is dropped, and the keeper with it.
+        spawn(&format!("ox-isolate-{}", keeper.link.pid), move || keeper.run())
+    }
+
+    fn new(link: Arc<Link>, mut child: Child, socket: Arc<OwnedFd>) -> Result<Self> {
         let outputs = Output::new(child.stdout.take(), "stdout")
             .and_then(|out| Ok((out, Output::new(child.stderr.take(), "stderr")?)));
         let (stdout, stderr) = match outputs {
@@ -60,7 +66,7 @@ impl Keeper {
                 return Err(e);
             }
         };
-        let keeper = Self {
+        Ok(Self {
             receiver: Receiver::new(socket, false),
             stdout,
             stderr,
@@ -71,9 +77,7 @@ impl Keeper {
             is_killed: false,
             link,
             child,
-        };
-        // The closure is dropped with an error, and the pipes and the socket with it: the child sees that and exits.
-        spawn(&format!("ox-isolate-{}", keeper.link.pid), move || keeper.run())
+        })
     }
 
     fn run(mut self) {
@@ -93,7 +97,8 @@ impl Keeper {
 
     /// Until something happens; true if the child has ended.
     fn sleep(&mut self) -> bool {
-        let again = self.untold && !self.is_killed && !self.closed;
+        let untold = self.untold || self.link.has_orders();
+        let again = untold && !self.is_killed && !self.closed;
         let mut wake_at = deadline_in(if again { AGAIN } else { IDLE });
         let kill_at = self.kill_at.filter(|_| !self.is_killed);
         for at in [self.link.look_at_bounds(), kill_at, self.fail_at]
@@ -252,8 +257,37 @@ fn name_of(signal: i32) -> &'static str {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        // Only if the thread could not be started, or after the end.
+        // Only if the thread could not be started, or after the end. Waits for a process that was just killed, so that it is collected.
         drop(self.child.kill());
-        drop(self.child.try_wait());
+        drop(self.child.wait());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::tests::linked;
+    use crate::wire::frames::Order;
+
+    #[test]
+    fn a_child_whose_keeper_cannot_run_is_ended_and_collected() {
+        let (child, link, socket, _far) = linked();
+        drop(Keeper::new(link.clone(), child, socket).unwrap());
+        let process = format!("/proc/{}", link.pid);
+        assert!(!std::fs::exists(process).unwrap(), "it is left, or a zombie");
+    }
+
+    #[test]
+    fn a_child_is_ended_in_time_while_another_thread_is_sending_to_it() {
+        let (child, link, socket, _far) = linked();
+        let sending = link.sending();
+        link.order(Order::Release { group: 1 });
+        let error = Error::new(ErrorKind::Aborted, "enough");
+        link.end(error, Some(Order::Leave), Duration::ZERO);
+        Keeper::start(link.clone(), child, socket).unwrap();
+        link.wait_gone(deadline_in(Duration::from_secs(20)));
+        let process = format!("/proc/{}", link.pid);
+        assert!(!std::fs::exists(process).unwrap(), "its keeper waits");
+        drop(sending);
     }
 }

@@ -21,7 +21,7 @@
 //! ```
 //!
 //! A program that cannot do so (a plugin in someone else's process) names a helper program that does: `OXCCL_ISOLATE_HELPER`, or
-//! [`Helper::Program`]. A helper knows only the backends that are linked into it or that it loads; see [`ChildInit`].
+//! [`Helper::Program`]. A helper knows only the backends that are linked into it or that it loads.
 
 mod channel;
 mod child;
@@ -45,7 +45,7 @@ mod store;
 mod watch;
 mod wire;
 
-pub use child::{ChildInit, child_main, run_child_if_asked};
+pub use child::run_child_if_asked;
 pub use factory::{IsolatedFactory, open, wrap};
 pub use group::IsolatedGroup;
 pub use options::{ENV_HELPER, Helper, IsolateOptions};

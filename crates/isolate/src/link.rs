@@ -12,7 +12,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockE
 use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::{Leaving, leave_at_exit};
-use ftcore::{Cancel, Capabilities, Epoch, Error, ErrorKind, Result, Traffic, deadline_in, time_left};
+use ftcore::{
+    Cancel, Capabilities, Epoch, Error, ErrorKind, Result, Traffic, deadline_in, forked, time_left,
+};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -52,8 +54,8 @@ pub(crate) struct Ending {
     pub(crate) kill_at: Instant,
 }
 
-/// What a child says first: what its backend offers, and which library that is.
-type Greeting = Result<(Capabilities, Option<String>)>;
+/// What a child says first: what its backend offers.
+type Greeting = Result<Capabilities>;
 type Answer = Result<Option<Settled>>;
 
 /// A group that has failed and has until then to end what is in flight.
@@ -183,6 +185,10 @@ impl Claim {
 impl Drop for Claim {
     /// With the last group the child goes too; it tells the other ranks of the leave. Never blocks.
     fn drop(&mut self) {
+        if forked::is_child() {
+            // The child process is the parent's.
+            return;
+        }
         let link = &self.link;
         let is_last = {
             let mut state = link.lock();
@@ -258,7 +264,12 @@ impl Link {
     }
 
     pub(crate) fn expect_greeting(&self, greeting: SyncSender<Greeting>) {
-        self.lock().greeting = Some(greeting);
+        let mut state = self.lock();
+        match state.gone.clone() {
+            // Its keeper has answered whom it found.
+            Some(error) => drop(greeting.send(Err(error))),
+            None => state.greeting = Some(greeting),
+        }
     }
 
     // ---- its groups
@@ -319,8 +330,18 @@ impl Link {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn sending(&self) -> MutexGuard<'_, Known> {
+    pub(crate) fn sending(&self) -> MutexGuard<'_, Known> {
         self.sending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`sending`](Self::sending), for the keeper; none while another thread is sending: it may be to a child that does not read before it is
+    /// read from, and whose end must not wait for that.
+    fn sending_now(&self) -> Option<MutexGuard<'_, Known>> {
+        match self.sending.try_lock() {
+            Ok(sending) => Some(sending),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Sends an order with descriptors.
@@ -422,13 +443,15 @@ impl Link {
         Ok(())
     }
 
-    /// The keeper's part of sending: what others left to it, and segments that are gone.
+    /// The keeper's part of sending: what others left to it, and segments that are gone. Left as they are while another thread is sending.
     pub(crate) fn flush(&self, idle: bool) -> Result<()> {
-        let orders = std::mem::take(&mut self.lock().outbox);
-        if orders.is_empty() && !idle {
+        if !idle && !self.has_orders() {
             return Ok(());
         }
-        let mut known = self.sending();
+        let Some(mut known) = self.sending_now() else {
+            return Ok(());
+        };
+        let orders = std::mem::take(&mut self.lock().outbox);
         let until = deadline_in(SEND_BESIDE);
         for order in orders {
             channel::send(&self.socket, &order.encode()?, &[], until)?;
@@ -442,13 +465,15 @@ impl Link {
         Ok(())
     }
 
-    /// The last order, after what others left to the keeper. False, and nothing is done, while another thread is sending: it may be to a child
-    /// that does not read.
+    /// True if there is something for the keeper to send.
+    pub(crate) fn has_orders(&self) -> bool {
+        !self.lock().outbox.is_empty()
+    }
+
+    /// The last order, after what others left to the keeper. False, and nothing is done, while another thread is sending.
     pub(crate) fn send_last(&self, order: &Order, until: Instant) -> bool {
-        let _sending = match self.sending.try_lock() {
-            Ok(sending) => sending,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
+        let Some(_sending) = self.sending_now() else {
+            return false;
         };
         let before = std::mem::take(&mut self.lock().outbox);
         for order in before.iter().chain([order]) {
@@ -523,6 +548,11 @@ impl Link {
             }
             Report::Failed { group, epoch, error } => {
                 let mut state = self.lock();
+                if group > state.next_group {
+                    return Err(odd(format_args!(
+                        "the failure of group {group}, which was never made"
+                    )));
+                }
                 let engine = state.engines.get(&group).and_then(Weak::upgrade);
                 match engine.filter(|engine| engine.place().epoch >= epoch) {
                     Some(engine) => {
@@ -547,10 +577,7 @@ impl Link {
                     .into_iter()
                     .for_each(|caller| drop(caller.send(result.clone())));
             }
-            Report::Ready {
-                capabilities,
-                library,
-            } => self.greeted(Ok((capabilities, library))),
+            Report::Ready { capabilities } => self.greeted(Ok(capabilities)),
             Report::Refused { error } => self.greeted(Err(error)),
         }
         Ok(())
@@ -720,52 +747,4 @@ fn fail(engines: &[Arc<Engine>], error: &Error) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::process::{Command, Stdio};
-
-    use ftcore::Device;
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-
-    use crate::wire::frames::Done;
-
-    #[test]
-    fn the_end_of_an_operation_that_was_never_begun_is_refused() {
-        // It waits for the end of its input, which comes with this test's.
-        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let pair = || {
-            socketpair(
-                AddressFamily::UNIX,
-                SocketType::SEQPACKET,
-                SocketFlags::CLOEXEC,
-                None,
-            )
-            .unwrap()
-        };
-        let ((socket, _a), (express, _b)) = (pair(), pair());
-        let options = IsolateOptions::new("gloo", Device::CPU);
-        let pool = Arc::default();
-        let link = Link::new(&child, Arc::new(socket), express, &options, pool).unwrap();
-        let end = |id| Report::Done {
-            done: Done {
-                id,
-                group: 0,
-                released: true,
-                fatal: false,
-                result: Ok((None, 1)),
-                sent: 0,
-                received: 0,
-            },
-        };
-        let begun = link.next_id();
-        link.carry_out(end(begun)).unwrap();
-        let refused = link.carry_out(end(begun + 1)).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::Protocol);
-        assert!(
-            refused.message().contains("operation 1, which was never begun"),
-            "{refused}"
-        );
-        child.kill().unwrap();
-        child.wait().unwrap();
-    }
-}
+pub(crate) mod tests;

@@ -16,11 +16,12 @@ use std::time::{Duration, Instant};
 
 use ftcore::engine::spawn;
 use ftcore::lifecycle::leave_at_exit;
-use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, process_space};
+use ftcore::{Cancel, Configuration, Error, ErrorKind, Result, Store, deadline_in, process_space};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use crate::channel::wait_for;
 use crate::link::{LEAVE, Link, TELLING};
 use crate::store::{decode, encode};
 use crate::watch::Watch;
@@ -31,7 +32,9 @@ const AHEAD: Duration = Duration::from_millis(20);
 /// How often the watch looks at what is not signalled: a rank that is needed although it left.
 const LOOK: Duration = Duration::from_millis(50);
 /// The store is asked for a notice again after this; a notice itself comes at once.
-const SLICE: Duration = Duration::from_millis(500);
+const LISTEN: Duration = Duration::from_secs(60);
+/// The same after a failure of the store.
+const AGAIN: Duration = Duration::from_millis(500);
 /// A child that ended without a word is lost after this, unless what is pending ends meanwhile without it: the reason, or a
 /// leave, may still be on its way from its rank.
 const SILENT: Duration = Duration::from_secs(1);
@@ -66,7 +69,10 @@ pub(crate) struct Notices {
     rank: u32,
     link: Arc<Link>,
     state: Mutex<State>,
+    /// Wakes who looks after the others when the watch is closed, and stays set.
     waker: OwnedFd,
+    /// Cancelled when the watch is closed: ends the wait for a notice.
+    closed: Cancel,
 }
 
 /// (process space, then number and start time of the child and of the rank's own process): the same processes, if they are on this host and can
@@ -187,6 +193,7 @@ impl Notices {
                 is_watching: false,
             }),
             waker,
+            closed: Cancel::default(),
         }))
     }
 
@@ -224,6 +231,8 @@ impl Notices {
     fn close(&self) -> bool {
         let was_open = !std::mem::replace(&mut self.lock().is_closed, true);
         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+        self.closed
+            .cancel(Error::new(ErrorKind::Aborted, "the watch is over"));
         was_open
     }
 
@@ -256,25 +265,22 @@ impl Notices {
         }
     }
 
-    /// Waits for the others' notice, in slices, so that the thread ends with the watch.
+    /// Waits for the others' notice until the watch is closed.
     fn listen(&self) {
+        let (store, key) = (self.closed.over(&self.store), self.key("failure"));
         while !self.is_closed() {
-            match self.store.wait(&[&self.key("failure")], deadline_in(SLICE)) {
-                // None: this rank's own.
-                Ok(()) => {
-                    return self
-                        .notice(CALL)
-                        .ok()
-                        .flatten()
-                        .into_iter()
-                        .for_each(|e| self.failed(e));
-                }
-                Err(e) if e.kind() == ErrorKind::Timeout => {}
-                Err(error) => {
-                    tracing::warn!(rank = self.rank, %error, "nothing is known of other ranks: the store does not answer");
-                    std::thread::sleep(SLICE);
-                }
-            }
+            let error = match store.wait(&[&key], deadline_in(LISTEN)) {
+                Ok(()) => match self.notice(CALL) {
+                    // None: this rank's own.
+                    Ok(told) => return told.into_iter().for_each(|error| self.failed(error)),
+                    Err(error) => error,
+                },
+                Err(error) if error.kind() == ErrorKind::Timeout || self.is_closed() => continue,
+                Err(error) => error,
+            };
+            tracing::warn!(rank = self.rank, %error, "nothing is known of other ranks: the store does not answer");
+            // Or until the watch is closed.
+            drop(wait_for(self.waker.as_fd(), PollFlags::IN, deadline_in(AGAIN)));
         }
     }
 
@@ -486,4 +492,79 @@ fn is_refused(error: &Error) -> bool {
             Kind::ConnectionRefused | Kind::ConnectionReset | Kind::BrokenPipe | Kind::UnexpectedEof
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use ftcore::{Epoch, InMemoryStore};
+
+    use super::*;
+    use crate::link::tests::linked;
+    use crate::store::tests::Far;
+
+    #[test]
+    fn a_notice_is_heard_over_a_long_link_and_though_the_first_look_at_it_fails() {
+        let near = Arc::new(InMemoryStore::new());
+        let soon = || deadline_in(Duration::from_secs(20));
+        let configuration = Configuration {
+            store: Arc::new(Far::new(near.clone(), 1)),
+            prefix: "p".into(),
+            name: "n".into(),
+            epoch: Epoch(1),
+            rank: 0,
+            world_size: 2,
+            deadline: soon(),
+            cancel: Cancel::default(),
+        };
+        let (mut child, link, ..) = linked();
+        let notices = Notices::new(&configuration, &link).unwrap();
+        let (telling, told) = mpsc::channel();
+        let listener = {
+            let notices = notices.clone();
+            std::thread::spawn(move || {
+                notices.listen();
+                let _ = telling.send(());
+            })
+        };
+        let failure = encode(&(1u32, Error::new(ErrorKind::Backend, "broken"))).unwrap();
+        near.set(&notices.key("failure"), &failure, soon()).unwrap();
+        let heard = told.recv_timeout(Duration::from_secs(20));
+        notices.close();
+        listener.join().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        heard.expect("the listener hears nothing");
+        let error = link.unusable().expect("the listener gave up");
+        assert_eq!(
+            (error.kind(), error.context().peer),
+            (ErrorKind::Backend, Some(1)),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn the_listener_ends_with_the_watch() {
+        let configuration = Configuration {
+            store: Arc::new(InMemoryStore::new()),
+            prefix: "p".into(),
+            name: "n".into(),
+            epoch: Epoch(1),
+            rank: 0,
+            world_size: 2,
+            deadline: deadline_in(Duration::from_secs(20)),
+            cancel: Cancel::default(),
+        };
+        let (mut child, link, ..) = linked();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let notices = Notices::new(&configuration, &link).unwrap();
+        let begun = Instant::now();
+        let listener = {
+            let notices = notices.clone();
+            std::thread::spawn(move || notices.listen())
+        };
+        notices.close();
+        listener.join().unwrap();
+        assert!(begun.elapsed() < LISTEN / 2);
+    }
 }

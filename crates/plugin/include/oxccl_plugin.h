@@ -681,7 +681,8 @@ struct oxccl_outcome {
     uint32_t contributors;
     /* Zero. */
     uint32_t reserved;
-    /* Why it failed; null if it succeeded. */
+    /* Why it failed; null if it succeeded. Read before complete returns, or after execute has: then the fault
+     * of that call, or one that stays. */
     const oxccl_fault *fault;
 };
 

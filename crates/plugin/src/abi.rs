@@ -395,7 +395,7 @@ c_structs! {
         contributors: u32,
         /// Zero.
         reserved: u32,
-        /// Why it failed; null if it succeeded.
+        /// Why it failed; null if it succeeded. Read before `complete` returns, or after `execute` has: then the fault of that call, or one that stays.
         fault: *const Fault,
     }
     /// How a plugin reports on an operation. Copied by the plugin.

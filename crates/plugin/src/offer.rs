@@ -7,7 +7,7 @@ use std::time::Duration;
 use ftcore::{Capabilities, DTypeSet, FeatureSet, GroupOptions, OpSet, ReduceOp};
 
 use crate::abi::{self, Growing, Note, Str};
-use crate::text;
+use crate::{fault, text};
 
 /// The function that takes capabilities.
 pub(crate) type Reply = Option<unsafe extern "C" fn(*mut c_void, *const abi::Capabilities)>;
@@ -93,7 +93,7 @@ pub(crate) fn with_options<R>(options: &GroupOptions, call: impl FnOnce(*const a
         .collect();
     let mut c = abi::GroupOptions::empty();
     c.lenient = u32::from(options.lenient);
-    c.timeout_ms = i64::try_from(options.timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX);
+    c.timeout_ms = fault::whole(options.timeout);
     let mut number = |bit: u32, value: Option<u32>| {
         if value.is_some() {
             c.set |= bit;
@@ -182,6 +182,13 @@ mod tests {
             let back = with_options(&o, |c| unsafe { read_options(c) }).unwrap();
             assert_eq!(back, o);
         }
+        let endless = GroupOptions {
+            timeout: Duration::MAX,
+            ..GroupOptions::default()
+        };
+        // SAFETY: as above.
+        let back = with_options(&endless, |c| unsafe { read_options(c) }).unwrap();
+        assert!(back.timeout < Duration::from_secs(101 * 365 * 24 * 3600));
         let mut unknown = abi::GroupOptions::empty();
         unknown.set = 256;
         // SAFETY: our own struct.

@@ -6,8 +6,8 @@ use crate::abi::{Bytes, Note, Sink, Str};
 
 /// More than any name, path or text of the ABI; a longer one is garbage.
 const LONGEST: u64 = 1 << 20;
-/// More than any list of names.
-const MOST: u64 = 4096;
+/// More than any list: the longest have an entry for each rank.
+pub(crate) const MOST: u64 = 1 << 20;
 /// The largest value of a store, with room.
 const LARGEST_VALUE: u64 = 64 << 20;
 
@@ -103,7 +103,7 @@ pub(crate) unsafe fn writable<'a>(to: *mut c_void, len: u64) -> Result<&'a mut [
 /// A list of fixed structs. Errors are in words.
 ///
 /// # Safety
-/// If not null and aligned, `list` points to `count` readable elements (if at most 4096).
+/// If not null and aligned, `list` points to `count` readable elements (if at most 2^20).
 pub(crate) unsafe fn list<'a, T>(list: *const T, count: u64, what: &str) -> Result<&'a [T], String> {
     if count == 0 {
         return Ok(&[]);
@@ -111,7 +111,7 @@ pub(crate) unsafe fn list<'a, T>(list: *const T, count: u64, what: &str) -> Resu
     if list.is_null() || !list.is_aligned() || count > MOST {
         return Err(format!("a list of {count} {what} at {list:p}"));
     }
-    // SAFETY: readable by the contract; the count is at most 4096.
+    // SAFETY: readable by the contract; the count is at most 2^20.
     Ok(unsafe { std::slice::from_raw_parts(list, count as usize) })
 }
 
@@ -162,7 +162,7 @@ impl Collected {
             };
             // SAFETY: the callee keeps to the ABI: readable for the call.
             match unsafe { read_bytes(bytes) } {
-                Ok(b) if this.values.len() < MOST as usize * 16 => this.values.push(b.to_vec()),
+                Ok(b) if this.values.len() < MOST as usize => this.values.push(b.to_vec()),
                 Ok(_) => this.refused = Some("an answer of too many values".to_string()),
                 Err(e) => this.refused = Some(e),
             }
@@ -199,5 +199,27 @@ pub(crate) unsafe fn give(sink: &Sink, bytes: &[u8]) {
     if let Some(write) = sink.write {
         // SAFETY: the caller keeps its sink alive for the call.
         unsafe { write(sink.ctx, lend_bytes(bytes)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_with_an_entry_for_each_of_very_many_ranks_cross() {
+        let ranks = 100_000;
+        let keys: Vec<String> = (0..ranks).map(|rank| format!("rank/{rank}")).collect();
+        let lent: Vec<Str> = keys.iter().map(|key| lend(key)).collect();
+        // SAFETY: the list and its texts live as long as the test.
+        let back = unsafe { texts(lent.as_ptr(), lent.len() as u64, "keys") }.unwrap();
+        assert!(back == keys);
+        let mut answer = Collected::default();
+        let sink = answer.sink();
+        for key in &keys {
+            // SAFETY: `answer` stays where it is.
+            unsafe { give(&sink, key.as_bytes()) };
+        }
+        assert_eq!(answer.finish().unwrap().len(), ranks);
     }
 }

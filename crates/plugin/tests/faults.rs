@@ -13,11 +13,12 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ftcore::registry::Finder;
 use ftcore::{
     Collective, Configuration, Device, Epoch, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup,
     ProcessGroupExt, ReduceOp, Registry, Store, SubmitOptions, Tensor, Work, deadline_in,
 };
-use isolate::{ChildInit, IsolateOptions, IsolatedGroup};
+use isolate::{IsolateOptions, IsolatedGroup};
 use libtest_mimic::{Arguments, Trial};
 
 #[path = "plugins/build.rs"]
@@ -33,13 +34,11 @@ const LOADER: &str = "OXCCL_TEST_LOADER";
 const WORLD: u32 = 3;
 
 ftcore::inventory::submit! {
-    ChildInit {
-        name: "plugins of this test",
-        run: || {
+    Finder {
+        find: || {
             for report in oxccl_plugin::discover(Registry::global()) {
-                report.result?;
+                report.result.unwrap();
             }
-            Ok(())
         },
     }
 }

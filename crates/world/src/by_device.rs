@@ -475,7 +475,7 @@ impl ProcessGroup for ByDevice {
         // Host memory: of the member that serves it.
         match self.member_on(&Device::CPU.kind) {
             Some((_, member)) => member.group.alloc(dtype, count),
-            None => Ok(Tensor::zeros(dtype, count)),
+            None => Tensor::try_zeros(dtype, &[count]),
         }
     }
 

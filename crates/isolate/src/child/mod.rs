@@ -11,7 +11,6 @@ mod reading;
 mod tests;
 
 use std::os::fd::OwnedFd;
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use ftcore::{Device, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result};
@@ -25,19 +24,6 @@ use crate::wire::frames::{Carry, Either, Order, Report};
 use crate::wire::odd;
 use groups::{Groups, Reporter};
 
-/// Run in every child before its backend is opened: to load plugins, to register backends by call, to set up logging.
-/// Submit one with `ftcore::inventory::submit!`; they run in the order of their names.
-///
-/// Environment variables are inherited, so what reads `OXCCL_PLUGIN_PATH` works in the child as in the parent.
-pub struct ChildInit {
-    /// For the order and for messages.
-    pub name: &'static str,
-    /// An error makes the child refuse to start, with this as the reason.
-    pub run: fn() -> Result<()>,
-}
-
-ftcore::inventory::collect!(ChildInit);
-
 /// True in a process that was started as a child of an isolated group.
 pub(crate) fn is_child() -> bool {
     let parent = rustix::process::getppid().map(|p| p.as_raw_nonzero().to_string());
@@ -48,7 +34,8 @@ pub(crate) fn is_child() -> bool {
 /// the group's child and exits with it.
 ///
 /// Call it first thing in `main`, before arguments are read or anything is printed; in a test binary too. Whatever the
-/// child needs beyond linked-in backends (plugins, logging) goes before it, or into a [`ChildInit`].
+/// child needs beyond linked-in backends (plugins, logging) goes before it; plugins may also come from a
+/// [`Finder`](ftcore::registry::Finder).
 pub fn run_child_if_asked() {
     if !is_child() {
         return;
@@ -62,15 +49,6 @@ pub fn run_child_if_asked() {
         }
     };
     std::process::exit(code);
-}
-
-/// As [`run_child_if_asked`], for a program that does nothing else: says so if it was started by hand.
-pub fn child_main() -> ExitCode {
-    run_child_if_asked();
-    eprintln!(
-        "this program serves as the child process of an isolated oxccl group; it is not started by hand"
-    );
-    ExitCode::from(2)
 }
 
 /// Takes the socket off standard input, so that nothing else in this process can read from it by mistake.
@@ -88,12 +66,9 @@ fn serve() -> Result<()> {
     let reporter = Arc::new(Reporter::new(receiver.shared(), express));
     let opened = open(&backend, &device, &options, &carry);
     let group = match opened {
-        Ok((group, library)) => {
+        Ok(group) => {
             let capabilities = group.capabilities().clone();
-            reporter.send(&Report::Ready {
-                capabilities,
-                library,
-            });
+            reporter.send(&Report::Ready { capabilities });
             group
         }
         Err(error) => {
@@ -137,21 +112,12 @@ fn hello(receiver: &mut Receiver) -> Result<Hello> {
     }
 }
 
-type Opened = (Box<dyn ProcessGroup>, Option<String>);
-
-fn open(backend: &str, device: &Device, options: &GroupOptions, carry: &Carry) -> Result<Opened> {
-    let mut inits: Vec<&ChildInit> = ftcore::inventory::iter::<ChildInit>.into_iter().collect();
-    inits.sort_by_key(|i| i.name);
-    for init in inits {
-        (init.run)().map_err(|e| {
-            let text = format!(
-                "'{}' failed before the backend was opened: {}",
-                init.name,
-                e.message()
-            );
-            Error::new(e.kind(), text).with_source(e)
-        })?;
-    }
+fn open(
+    backend: &str,
+    device: &Device,
+    options: &GroupOptions,
+    carry: &Carry,
+) -> Result<Box<dyn ProcessGroup>> {
     let found = Registry::global().get(backend, Some(&device.kind))?;
     let mut group = found.create(device, options)?;
     match carry {
@@ -167,5 +133,5 @@ fn open(backend: &str, device: &Device, options: &GroupOptions, carry: &Carry) -
         }
         Carry::Land => group = Box::new(landed::Landed::new(group, device)?),
     }
-    Ok((group, found.factory.library()))
+    Ok(group)
 }

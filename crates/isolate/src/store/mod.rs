@@ -151,4 +151,4 @@ pub(crate) fn perform(store: &dyn Store, request: &Request, deadline: Instant) -
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::spawn;
-use ftcore::{Error, ErrorKind, Result, Store, later, time_left};
+use ftcore::{Cancel, Error, ErrorKind, Result, Store, later};
 
 use super::{Answer, Call, Request, decode, encode};
 use crate::channel::{Filled, Receiver, send};
@@ -67,7 +67,7 @@ impl Line {
         }
     }
 
-    fn call(&self, mut request: Request) -> Result<Answer> {
+    fn call(&self, mut request: Request, cancel: &Cancel) -> Result<Answer> {
         let gone = || {
             Error::new(
                 ErrorKind::Unavailable,
@@ -89,50 +89,58 @@ impl Line {
             let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
             send(&self.socket, &frame, &[], until)
         });
-        let result = sent.and_then(|()| match answered.recv_timeout(time_left(until)) {
-            Ok(answer) => answer,
-            Err(RecvTimeoutError::Disconnected) => Err(gone()),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(Error::timeout("the parent process did not answer a store call"))
-            }
-        });
+        let answer = sent.and_then(|()| cancel.receive(&answered, until));
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         calls.waiting.remove(&request.number);
-        result
+        match answer? {
+            Some(answer) => answer,
+            None if calls.closed => Err(gone()),
+            None => Err(Error::timeout("the parent process did not answer a store call")),
+        }
     }
 }
 
-/// One of the parent's stores.
-pub(crate) struct ProxyStore {
+/// One of the parent's stores, which is told when no view of it is left.
+struct Remote {
     line: Arc<Line>,
     number: u32,
 }
 
+/// A view of one of the parent's stores.
+pub(crate) struct ProxyStore {
+    remote: Arc<Remote>,
+    /// Ends its calls. The parent goes on with what it was asked until then, or until the store is released.
+    cancel: Cancel,
+}
+
 impl ProxyStore {
     pub(crate) fn new(line: Arc<Line>, number: u32) -> Self {
-        Self { line, number }
+        Self {
+            remote: Arc::new(Remote { line, number }),
+            cancel: Cancel::default(),
+        }
     }
 
     fn request(&self, call: Call, keys: &[&str], values: &[&[u8]], deadline: Instant) -> Request {
         Request {
-            number: u64::MAX,
-            store: self.number,
-            deadline,
-            call,
             keys: keys.iter().map(ToString::to_string).collect(),
             values: values.iter().map(|value| value.to_vec()).collect(),
-            amount: 0,
+            ..self.remote.request(call, deadline)
         }
     }
 
+    fn call(&self, request: Request) -> Result<Answer> {
+        self.remote.line.call(request, &self.cancel)
+    }
+
     fn ask(&self, call: Call, keys: &[&str], values: &[&[u8]], deadline: Instant) -> Result<Answer> {
-        self.line.call(self.request(call, keys, values, deadline))
+        self.call(self.request(call, keys, values, deadline))
     }
 
     /// As [`ask`](Self::ask), for a call with a number.
     fn count(&self, call: Call, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
         let request = self.request(call, &[key], &[], deadline);
-        Ok(self.line.call(Request { amount, ..request })?.number)
+        Ok(self.call(Request { amount, ..request })?.number)
     }
 
     /// As [`ask`](Self::ask), for a call that gives one value.
@@ -142,11 +150,25 @@ impl ProxyStore {
     }
 }
 
-impl Drop for ProxyStore {
+impl Remote {
+    fn request(&self, call: Call, deadline: Instant) -> Request {
+        Request {
+            number: u64::MAX,
+            store: self.number,
+            deadline,
+            call,
+            keys: Vec::new(),
+            values: Vec::new(),
+            amount: 0,
+        }
+    }
+}
+
+impl Drop for Remote {
     fn drop(&mut self) {
         // Best effort and without waiting: a parent that does not read keeps an entry in a map.
         let now = Instant::now();
-        if let Ok(frame) = encode(&self.request(Call::Release, &[], &[], now))
+        if let Ok(frame) = encode(&self.request(Call::Release, now))
             && let Ok(_sending) = self.line.sending.try_lock()
         {
             let until = later(now, Duration::from_millis(1));
@@ -211,5 +233,14 @@ impl Store for ProxyStore {
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
         self.count(Call::Barrier, key, world_size.into(), deadline)
             .map(drop)
+    }
+
+    /// The parent's store may take longer to answer than a turn lasts: it is asked once, and the token is looked at here.
+    fn cancelled_by(&self, cancel: &Cancel) -> Option<Arc<dyn Store>> {
+        let token = cancel.clone();
+        Some(Arc::new(Self {
+            remote: self.remote.clone(),
+            cancel: self.cancel.or(move || token.reason()),
+        }))
     }
 }

@@ -2,26 +2,25 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ftcore::engine::spawn;
-use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
+use ftcore::{Cancel, Error, ErrorKind, Result, Store, deadline_in};
 
 use super::{Answer, Call, Request, decode, encode, perform};
 use crate::channel::{Filled, Receiver, send};
 
 /// Calls of one child that may wait at the same time.
 const WAITING: u32 = 64;
-/// A call that waits looks this often whether its child is still there.
-const SLICE: Duration = Duration::from_millis(200);
 /// Sending an answer to a child that reads takes microseconds.
 const SEND: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
 struct Offered {
-    open: HashMap<u32, Arc<dyn Store>>,
+    /// Each with the token that ends its waits.
+    open: HashMap<u32, (Arc<dyn Store>, Cancel)>,
     next: u32,
 }
 
@@ -31,8 +30,8 @@ pub(crate) struct Stores {
     sending: Mutex<()>,
     stores: Mutex<Offered>,
     waiting: AtomicU32,
-    /// The child is gone.
-    closed: AtomicBool,
+    /// Cancelled once the child is gone, so that no thread outlives it by the whole deadline of a call.
+    closed: Cancel,
 }
 
 impl Stores {
@@ -44,7 +43,7 @@ impl Stores {
             sending: Mutex::new(()),
             stores: Mutex::default(),
             waiting: AtomicU32::new(0),
-            closed: AtomicBool::new(false),
+            closed: Cancel::default(),
         });
         let this = stores.clone();
         spawn(&format!("ox-istore-{pid}"), move || {
@@ -61,13 +60,15 @@ impl Stores {
         let mut stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
         let number = stores.next;
         stores.next = number.wrapping_add(1);
-        stores.open.insert(number, store);
+        let ended = self.closed.child();
+        stores.open.insert(number, (ended.over(&store), ended));
         number
     }
 
     fn find(&self, number: u32) -> Result<Arc<dyn Store>> {
         let stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
-        stores.open.get(&number).cloned().ok_or_else(|| {
+        let found = stores.open.get(&number).map(|(store, _)| store.clone());
+        found.ok_or_else(|| {
             Error::new(
                 ErrorKind::InvalidState,
                 "the store of an earlier configuration is not open any more",
@@ -76,7 +77,8 @@ impl Stores {
     }
 
     fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+        self.closed
+            .cancel(Error::new(ErrorKind::Aborted, "the child is gone"));
         let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
         let stores = std::mem::take(&mut self.stores.lock().unwrap_or_else(PoisonError::into_inner).open);
         drop(stores);
@@ -92,7 +94,10 @@ impl Stores {
                         let mut stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
                         let released = stores.open.remove(&request.store);
                         drop(stores);
-                        drop(released);
+                        if let Some((_, ended)) = released {
+                            let text = "the child does not use this store any more";
+                            ended.cancel(Error::new(ErrorKind::Aborted, text));
+                        }
                     }
                     Call::Get | Call::Wait | Call::MultiGet | Call::Barrier => self.wait_aside(request)?,
                     _ => {
@@ -119,36 +124,12 @@ impl Stores {
         spawn("ox-istore-wait", move || {
             let answer = this
                 .find(request.store)
-                .and_then(|store| this.patiently(&*store, &request));
+                .and_then(|store| perform(&*store, &request, request.deadline));
             this.waiting.fetch_sub(1, Ordering::AcqRel);
             if let Err(error) = this.answer(request.number, answer) {
                 tracing::debug!(%error, "a child's store call was answered after the child was gone");
             }
         })
-    }
-
-    /// Waits in slices, so that the thread does not outlive its child by the call's whole deadline.
-    fn patiently(&self, store: &dyn Store, request: &Request) -> Result<Answer> {
-        let deadline = request.deadline;
-        if request.call == Call::Barrier {
-            // Entering it twice would count twice.
-            return perform(store, request, deadline);
-        }
-        let keys: Vec<&str> = request.keys.iter().map(String::as_str).collect();
-        loop {
-            let slice = deadline_in(SLICE);
-            if slice >= deadline {
-                return perform(store, request, deadline);
-            }
-            match store.wait(&keys, slice) {
-                Ok(()) => return perform(store, request, deadline),
-                Err(e) if e.kind() == ErrorKind::Timeout => {}
-                Err(e) => return Err(e),
-            }
-            if self.closed.load(Ordering::Acquire) {
-                return Err(Error::new(ErrorKind::Aborted, "the child is gone"));
-            }
-        }
     }
 
     fn answer(&self, number: u64, answer: Result<Answer>) -> Result<()> {

@@ -1,9 +1,10 @@
 //! The proxied store behaves as the store behind it; answers find their callers.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, InMemoryStore, Store, deadline_in};
+use ftcore::{Cancel, Error, ErrorKind, InMemoryStore, Store, deadline_in, time_left};
 
 use super::proxy::{Line, ProxyStore};
 use super::serve::Stores;
@@ -12,6 +13,85 @@ use crate::channel::pair;
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(20))
+}
+
+/// A store over a link so long that no call with less than a second left hears an answer. As a TCP store it looks at a token while it waits.
+pub(crate) struct Far {
+    inner: Arc<dyn Store>,
+    /// So many calls of `check` find no server.
+    refuses: Arc<AtomicU32>,
+}
+
+impl Far {
+    pub(crate) fn new(inner: Arc<InMemoryStore>, refuses: u32) -> Self {
+        Self {
+            inner,
+            refuses: Arc::new(refuses.into()),
+        }
+    }
+
+    fn reach(&self, deadline: Instant) -> Result<&dyn Store> {
+        if time_left(deadline) < Duration::from_secs(1) {
+            return Err(Error::timeout("the answer is still on its way"));
+        }
+        Ok(&*self.inner)
+    }
+}
+
+impl Store for Far {
+    fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        self.reach(deadline)?.set(key, value, deadline)
+    }
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+        self.reach(deadline)?.get(key, deadline)
+    }
+    fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
+        self.reach(deadline)?.add(key, amount, deadline)
+    }
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
+        self.reach(deadline)?
+            .compare_set(key, expected, desired, deadline)
+    }
+    fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
+        let one_less = |left: u32| left.checked_sub(1);
+        let refused = self
+            .refuses
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
+        if refused.is_ok() {
+            return Err(Error::new(ErrorKind::Unavailable, "no server is there"));
+        }
+        self.reach(deadline)?.check(keys, deadline)
+    }
+    fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
+        self.reach(deadline)?.wait(keys, deadline)
+    }
+    fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
+        self.reach(deadline)?.delete(key, deadline)
+    }
+    fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        self.reach(deadline)?.append(key, value, deadline)
+    }
+    fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        self.reach(deadline)?.multi_get(keys, deadline)
+    }
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<()> {
+        self.reach(deadline)?.multi_set(pairs, deadline)
+    }
+    fn num_keys(&self, deadline: Instant) -> Result<i64> {
+        self.reach(deadline)?.num_keys(deadline)
+    }
+    fn list(&self, deadline: Instant) -> Result<Vec<String>> {
+        self.reach(deadline)?.list(deadline)
+    }
+    fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
+        self.reach(deadline)?.barrier(key, world_size, deadline)
+    }
+    fn cancelled_by(&self, cancel: &Cancel) -> Option<Arc<dyn Store>> {
+        Some(Arc::new(Self {
+            inner: cancel.over(&self.inner),
+            refuses: self.refuses.clone(),
+        }))
+    }
 }
 
 /// A store and the same one through a socket.
@@ -103,6 +183,45 @@ fn a_store_that_is_released_or_whose_parent_is_gone_is_an_error_at_once() {
     stores.hang_up();
     assert_eq!(waiting.join().unwrap().kind(), ErrorKind::Unavailable);
     assert_eq!(far.get("a", soon()).unwrap_err().kind(), ErrorKind::Unavailable);
+}
+
+#[test]
+fn waits_reach_a_store_over_a_long_link() {
+    let (parents, childs) = pair().unwrap();
+    let stores = Stores::serve(parents, "test").unwrap();
+    let number = stores.offer(Arc::new(Far::new(Arc::default(), 0)));
+    let near: Arc<dyn Store> = Arc::new(ProxyStore::new(Line::open(childs).unwrap(), number));
+    // As a configuration has it, which may be cancelled.
+    let view = Cancel::default().over(&near);
+    for store in [near, view] {
+        store.set("a", &[1], soon()).unwrap();
+        store.wait(&["a"], soon()).unwrap();
+        assert_eq!(store.get("a", soon()).unwrap(), [1]);
+        assert_eq!(store.multi_get(&["a"], soon()).unwrap(), [[1]]);
+    }
+}
+
+#[test]
+fn a_wait_ends_when_it_is_cancelled_and_at_the_parent_when_no_view_is_left_to_hear_of_it() {
+    let (_real, far, stores) = proxied();
+    let cancel = Cancel::default();
+    let view = cancel.over(&(far.clone() as Arc<dyn Store>));
+    let waiting = std::thread::spawn(move || view.get("never", deadline_in(Duration::from_secs(3600))));
+    let until = soon();
+    while stores.waiting() == 0 && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    cancel.cancel(Error::new(ErrorKind::Aborted, "enough"));
+    let error = waiting.join().unwrap().unwrap_err();
+    assert_eq!((error.kind(), error.message()), (ErrorKind::Aborted, "enough"));
+    // Another view goes on.
+    far.set("a", &[], soon()).unwrap();
+    assert_eq!(stores.waiting(), 1);
+    drop(far);
+    while stores.waiting() > 0 {
+        assert!(Instant::now() < until, "the parent goes on waiting");
+        std::thread::yield_now();
+    }
 }
 
 #[test]

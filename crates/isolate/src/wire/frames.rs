@@ -9,7 +9,7 @@ use super::{Reader, Wire, Writer, messages, odd, record};
 /// In the first frame, so that a program that is no child of ours is recognised.
 const MAGIC: u32 = 0x4953_4F31;
 /// Parent and child are usually one executable; a helper may be another build.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 
 /// That both sides speak this protocol.
 #[derive(Debug, Clone, Copy)]
@@ -263,7 +263,6 @@ messages! {
         /// The backend is there; what it offers.
         1 Ready {
             capabilities: Capabilities,
-            library: Option<String>,
         },
         /// The backend is not there, or refused the options.
         2 Refused {

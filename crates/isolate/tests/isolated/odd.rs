@@ -216,10 +216,6 @@ impl BackendFactory for OddFactory {
             _ => Ok(Box::new(Odd::new(options.clone()))),
         }
     }
-
-    fn library(&self) -> Option<String> {
-        Some("libodd 1.0".into())
-    }
 }
 
 ftcore::inventory::submit! {

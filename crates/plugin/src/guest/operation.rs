@@ -111,8 +111,6 @@ fn stride<T: Growing>(said: u64, what: &str) -> Result<usize> {
     }
 }
 
-const MOST: u64 = 1 << 20;
-
 /// Reads every element of an array of growing structs.
 ///
 /// # Safety
@@ -128,7 +126,7 @@ unsafe fn each<T: Growing, R>(
         return Ok(Vec::new());
     }
     let stride = stride::<T>(said, what)?;
-    if first.is_null() || count > MOST {
+    if first.is_null() || count > text::MOST {
         return Err(breach(format!("{count} {what} at {first:p}")));
     }
     (0..usize::try_from(count).unwrap_or(0))

@@ -118,14 +118,6 @@ impl Drop for Allocation {
 }
 
 impl Table {
-    fn missing(&self, what: &str) -> Error {
-        Error::unsupported(format!(
-            "device kind '{}' of plugin {} has no {what}",
-            self.kind,
-            self.library.shown()
-        ))
-    }
-
     fn call(&self, run: impl FnOnce(*mut c_void, *mut abi::Fault) -> i32) -> Result<()> {
         self.library.call(|fault| run(self.table.ctx, fault))
     }
@@ -184,9 +176,8 @@ impl Event for PluginEvent {
     fn query(&self) -> Result<bool> {
         let f = self
             .devices
-            .table
-            .event_query
-            .ok_or_else(|| self.devices.missing("event_query"))?;
+            .library
+            .need(self.devices.table.event_query, "event_query")?;
         let mut done = 0;
         self.devices
             // SAFETY: the plugin's own function and handle.
@@ -197,9 +188,8 @@ impl Event for PluginEvent {
     fn synchronize(&self, deadline: Instant) -> Result<()> {
         let f = self
             .devices
-            .table
-            .event_synchronize
-            .ok_or_else(|| self.devices.missing("event_synchronize"))?;
+            .library
+            .need(self.devices.table.event_synchronize, "event_synchronize")?;
         // SAFETY: the plugin's own function and handle.
         self.devices
             .call(|ctx, fault| unsafe { f(ctx, self.handle, fault::milliseconds(deadline), fault) })
@@ -218,9 +208,8 @@ impl Stream for PluginStream {
     fn record(&self) -> Result<Arc<dyn Event>> {
         let f = self
             .devices
-            .table
-            .stream_record
-            .ok_or_else(|| self.devices.missing("stream_record"))?;
+            .library
+            .need(self.devices.table.stream_record, "stream_record")?;
         let mut handle = std::ptr::null_mut();
         self.devices
             // SAFETY: the plugin's own function and handle.
@@ -239,9 +228,8 @@ impl Stream for PluginStream {
         };
         let f = self
             .devices
-            .table
-            .stream_wait
-            .ok_or_else(|| self.devices.missing("stream_wait"))?;
+            .library
+            .need(self.devices.table.stream_wait, "stream_wait")?;
         // SAFETY: the plugin's own function and handles.
         self.devices
             .call(|ctx, fault| unsafe { f(ctx, self.handle, event.handle, fault) })
@@ -250,9 +238,8 @@ impl Stream for PluginStream {
     fn query(&self) -> Result<bool> {
         let f = self
             .devices
-            .table
-            .stream_query
-            .ok_or_else(|| self.devices.missing("stream_query"))?;
+            .library
+            .need(self.devices.table.stream_query, "stream_query")?;
         let mut done = 0;
         self.devices
             // SAFETY: the plugin's own function and handle.
@@ -263,9 +250,8 @@ impl Stream for PluginStream {
     fn synchronize(&self, deadline: Instant) -> Result<()> {
         let f = self
             .devices
-            .table
-            .stream_synchronize
-            .ok_or_else(|| self.devices.missing("stream_synchronize"))?;
+            .library
+            .need(self.devices.table.stream_synchronize, "stream_synchronize")?;
         // SAFETY: the plugin's own function and handle.
         self.devices
             .call(|ctx, fault| unsafe { f(ctx, self.handle, fault::milliseconds(deadline), fault) })
@@ -296,7 +282,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn current(&self) -> Result<u32> {
-        let f = self.0.table.current.ok_or_else(|| self.0.missing("current"))?;
+        let f = self.0.library.need(self.0.table.current, "current")?;
         let mut index = 0;
         self.0
             // SAFETY: as above.
@@ -305,7 +291,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn set(&self, index: u32) -> Result<()> {
-        let f = self.0.table.set.ok_or_else(|| self.0.missing("set"))?;
+        let f = self.0.library.need(self.0.table.set, "set")?;
         // SAFETY: as above.
         self.0.call(|ctx, fault| unsafe { f(ctx, index, fault) })
     }
@@ -313,9 +299,8 @@ impl Accelerator for PluginAccelerator {
     fn current_stream(&self, index: u32) -> Result<Arc<dyn Stream>> {
         let f = self
             .0
-            .table
-            .current_stream
-            .ok_or_else(|| self.0.missing("current_stream"))?;
+            .library
+            .need(self.0.table.current_stream, "current_stream")?;
         let mut handle = std::ptr::null_mut();
         self.0
             // SAFETY: as above.
@@ -324,18 +309,14 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn synchronize(&self, index: u32, deadline: Instant) -> Result<()> {
-        let f = self
-            .0
-            .table
-            .synchronize
-            .ok_or_else(|| self.0.missing("synchronize"))?;
+        let f = self.0.library.need(self.0.table.synchronize, "synchronize")?;
         // SAFETY: as above.
         self.0
             .call(|ctx, fault| unsafe { f(ctx, index, fault::milliseconds(deadline), fault) })
     }
 
     fn name(&self, index: u32) -> Result<String> {
-        let f = self.0.table.name.ok_or_else(|| self.0.missing("name"))?;
+        let f = self.0.library.need(self.0.table.name, "name")?;
         let mut name = Collected::default();
         let sink = name.sink();
         // SAFETY: as above; the sink lives for the call.
@@ -347,11 +328,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn new_stream(&self, index: u32, high_priority: bool) -> Result<Arc<dyn Stream>> {
-        let f = self
-            .0
-            .table
-            .new_stream
-            .ok_or_else(|| self.0.missing("new_stream"))?;
+        let f = self.0.library.need(self.0.table.new_stream, "new_stream")?;
         let mut handle = std::ptr::null_mut();
         self.0
             // SAFETY: as above.
@@ -360,7 +337,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn alloc(&self, index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let f = self.0.table.alloc.ok_or_else(|| self.0.missing("alloc"))?;
+        let f = self.0.library.need(self.0.table.alloc, "alloc")?;
         let dims: Vec<u64> = shape.iter().map(|d| *d as u64).collect();
         let (code, at, len) = (u32::from(dtype.code()), dims.as_ptr(), dims.len() as u64);
         let mut buffer = abi::Buffer::empty();
@@ -385,7 +362,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn copy_in(&self, from: &[u8], to: &mut Tensor, stream: &dyn Stream) -> Result<()> {
-        let f = self.0.table.copy_in.ok_or_else(|| self.0.missing("copy_in"))?;
+        let f = self.0.library.need(self.0.table.copy_in, "copy_in")?;
         let handle = self.stream(stream)?;
         let (from, to) = (text::lend_bytes(from), buffer::lend(to));
         // SAFETY: as above; both sides of the copy live for the call, and `to` is borrowed for writing.
@@ -394,7 +371,7 @@ impl Accelerator for PluginAccelerator {
     }
 
     fn copy_out(&self, from: &Tensor, to: &mut [u8], stream: &dyn Stream) -> Result<()> {
-        let f = self.0.table.copy_out.ok_or_else(|| self.0.missing("copy_out"))?;
+        let f = self.0.library.need(self.0.table.copy_out, "copy_out")?;
         let handle = self.stream(stream)?;
         let from = buffer::lend(from);
         let (at, len) = (to.as_mut_ptr().cast::<c_void>(), to.len() as u64);

@@ -13,9 +13,9 @@ use ftcore::{Collective, Device, DeviceKind, Error, ErrorKind, Result, Stream};
 
 use super::device::{self, Devices};
 use super::library::{Library, guarded};
-use super::operation::{Outgoing, Pending};
+use super::operation::{Outgoing, Pending, read_outcome};
 use super::polling;
-use crate::abi::{self, Growing, NONE, WORK_POLLED};
+use crate::abi::{self, Growing, NONE, OK, WORK_POLLED};
 use crate::{fault, text};
 
 /// One configuration of a group at work.
@@ -110,23 +110,20 @@ impl Job for Call {
     }
 }
 
-/// The device kind of an operation's memory; events that the plugin records are of that kind.
-fn memory_kind(op: &Collective) -> Option<&DeviceKind> {
-    match op {
-        Collective::Batch { ops } => ops.first().and_then(memory_kind),
-        op => op.tensors().first().map(|t| &t.device().kind),
-    }
-}
-
 /// See the module.
 pub(super) struct PluginDriver {
     raw: Arc<Raw>,
     place: Place,
+    /// The group's device kind, if the plugin brings it: of that kind are the events that it records.
+    devices: Option<Devices>,
 }
 
 impl PluginDriver {
-    pub(super) fn start(raw: Arc<Raw>, place: Place) -> Result<Arc<Engine>> {
-        Engine::start("ox-plugin", place, RULES, Self { raw, place })
+    /// Over `raw`, a group on devices of `kind`.
+    pub(super) fn start(raw: Arc<Raw>, place: Place, kind: &DeviceKind) -> Result<Arc<Engine>> {
+        let devices = raw.devices(kind);
+        let driver = Self { raw, place, devices };
+        Engine::start("ox-plugin", place, RULES, driver)
     }
 
     /// An operation has failed: alone, unless the plugin says that its group has.
@@ -172,17 +169,27 @@ impl PluginDriver {
         let mut outgoing = Outgoing::new(&call.op);
         let stream = raw.stream(call.stream.as_deref()).unwrap_or(std::ptr::null_mut());
         let pending = Arc::new(Pending::new(call.op, None, raw.library, self.place.world, None));
-        let mut said = abi::Outcome::empty();
-        said.source = NONE;
-        let result = outgoing
+        let mut outcome = abi::Outcome::empty();
+        outcome.source = NONE;
+        let said = outgoing
             .lend(&pending, call.contribute, timeout_ms, stream)
             .and_then(|operation| {
-                // SAFETY: as in `submit`.
-                raw.library.call(|fault| unsafe {
-                    execute(raw.table.ctx, &raw const *operation, &raw mut said, fault)
-                })
+                let mut said = Ok(outcome);
+                raw.library
+                    .call(|fault| {
+                        // SAFETY: as in `submit`.
+                        let status =
+                            unsafe { execute(raw.table.ctx, &raw const *operation, &raw mut outcome, fault) };
+                        if status == OK {
+                            // While the fault of the call is there, which it may name.
+                            // SAFETY: ours, filled in as the ABI says.
+                            said = unsafe { read_outcome(&raw const outcome, &raw.library.name) };
+                        }
+                        status
+                    })
+                    .and(said)
             });
-        pending.end_blocking(self, result.map(|()| said))
+        pending.end_blocking(self, said)
     }
 }
 
@@ -200,10 +207,6 @@ impl Driver for PluginDriver {
 
     fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
         let raw = &*self.raw;
-        let devices = match raw.library.devices.is_empty() {
-            true => None,
-            false => memory_kind(&call.op).and_then(|kind| raw.devices(kind)),
-        };
         let terms = Terms {
             contribute: call.contribute,
             timeout_ms: fault::milliseconds(ticket.deadline()),
@@ -216,7 +219,7 @@ impl Driver for PluginDriver {
             Some(ticket),
             raw.library,
             self.place.world,
-            devices,
+            self.devices,
         ));
         let handle = match self.submit(&pending, &mut outgoing, &terms) {
             Ok(handle) => handle,

@@ -10,6 +10,7 @@ use ftcore::lifecycle::{Lifecycle, leave_at_exit};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, DType, Device, Epoch, Error, Failed, GroupInfo,
     ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, execute_by_submit,
+    forked,
 };
 
 use super::driver::{Call, Engine, PluginDriver, Raw};
@@ -139,7 +140,7 @@ impl PluginGroup {
 
     /// The engine of a configuration of the plugin's group that is there.
     fn start(&self, configuration: &Configuration) -> Result<Arc<Engine>> {
-        PluginDriver::start(self.raw.clone(), Place::of(configuration))
+        PluginDriver::start(self.raw.clone(), Place::of(configuration), &self.device.kind)
     }
 
     /// The engine and what it is to be given, or the refusal. Also when the call must have ended: as an instant, and from now in milliseconds.
@@ -276,7 +277,7 @@ impl ProcessGroup for PluginGroup {
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
-        Ok(Tensor::zeros(dtype, count))
+        Tensor::try_zeros(dtype, &[count])
     }
 
     fn split(
@@ -286,6 +287,7 @@ impl ProcessGroup for PluginGroup {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let named = |e: Error| e.with_op("split");
+        forked::check().map_err(named)?;
         let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         let raw = &*self.raw;
         let f = raw.library.need(raw.table.split, "split")?;
@@ -361,6 +363,10 @@ impl ProcessGroup for PluginGroup {
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
+        if forked::is_child() {
+            // The plugin's connections are the parent's.
+            return Ok(());
+        }
         let raw = &*self.raw;
         let drained = self.lifecycle.shutdown(deadline);
         let f = raw.library.need(raw.table.shutdown, "shutdown")?;

@@ -306,6 +306,21 @@ unsafe extern "C" fn log_level(_ctx: *mut c_void) -> u32 {
 }
 
 impl Library {
+    /// One that is no file, for tests.
+    #[cfg(test)]
+    pub(super) fn stand_in(name: &str, devices: Vec<DeviceKind>, table: abi::Plugin) -> &'static Self {
+        Box::leak(Box::new(Self {
+            path: name.into(),
+            name: name.to_string(),
+            version: String::new(),
+            backends: Vec::new(),
+            devices,
+            minor: abi::MINOR,
+            table,
+            _dylib: ManuallyDrop::new(Dylib::this()),
+        }))
+    }
+
     /// For messages.
     pub(super) fn shown(&self) -> String {
         format!("{} ({})", self.name, self.path.display())

@@ -17,6 +17,8 @@ mod operation;
 mod polling;
 mod probe;
 mod store;
+#[cfg(test)]
+mod tests;
 mod verdict;
 
 pub use discover::{ENV_LIBRARY, ENV_PATH, Report, discover, discover_with};

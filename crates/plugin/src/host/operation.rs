@@ -106,15 +106,11 @@ impl Pending {
         }
     }
 
-    /// The plugin has refused the operation: its caller is told, and gets it back.
+    /// The plugin has refused the operation: its caller is told, and gets back what the plugin does not hold.
     pub(super) fn refused(&self, driver: &PluginDriver, error: Error) {
-        let (running, early, memory) = {
-            let mut state = self.lock();
-            (state.running.take(), state.early.take(), state.memory.take())
-        };
-        memory.and_then(|memory| MEMORY.end(memory));
-        if let Some((Some(ticket), op)) = running {
-            ticket.answer(driver.failed(self.named(error), op.into_tensors()));
+        let early = self.lock().early.take();
+        if let Some((Some(ticket), tensors)) = self.end() {
+            ticket.answer(driver.failed(self.named(error), tensors.unwrap_or_default()));
         } else if let Some((ticket, _)) = early {
             let what = format!("it completed an operation and then refused it: {error}");
             let error = self.named(super::breach(&self.library.shown(), what));
@@ -305,7 +301,7 @@ unsafe extern "C" fn complete(ctx: *mut c_void, outcome: *const abi::Outcome) {
 ///
 /// # Safety
 /// The outcome keeps to the ABI.
-unsafe fn read_outcome(outcome: *const abi::Outcome, plugin: &str) -> Result<abi::Outcome> {
+pub(super) unsafe fn read_outcome(outcome: *const abi::Outcome, plugin: &str) -> Result<abi::Outcome> {
     // SAFETY: by the contract.
     let o = unsafe { abi::read(outcome) }.map_err(|e| super::breach(plugin, e))?;
     if o.status == abi::OK {

@@ -1,22 +1,27 @@
-//! A process that is forked off one with groups: it is refused, and what it does, its end included, does not reach the parent's peers.
+//! A process that is forked off one with groups: it is refused, and what it does, its end included, reaches neither the parent's peers nor a
+//! plugin nor the child process of an isolated group.
 
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ftcore::registry::{Backend, OnConflict};
 use ftcore::{
     Device, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Registry, Store,
-    Tensor,
+    Tensor, Work,
 };
+use isolate::IsolateOptions;
 use libtest_mimic::Trial;
 use oxccl_plugin::open_trusted;
 
-use crate::ranks::configuration;
+use crate::ranks::{configuration, soon};
 use crate::{Outcome, cstore, ensure, text, trial, trial_in_c};
 
-/// Makes this program play the parent, with groups of gloo or of the plugin that it names.
+/// Makes this program play the parent, with groups of gloo, of gloo in child processes, or of the plugin that it names.
 const SCENE: &str = "OXCCL_TEST_FORKED";
+const GLOO: &str = "gloo";
+const ISOLATED: &str = "isolated";
 
 /// Plays the parent if it was asked for; its verdict.
 pub(crate) fn play_if_asked() -> Option<Outcome> {
@@ -27,12 +32,20 @@ pub(crate) fn play_if_asked() -> Option<Outcome> {
 fn backend_of(scene: &str) -> Outcome<Backend> {
     use backend_gloo as _;
     let registry = Registry::global();
-    if scene != "gloo" {
+    if is_plugin(scene) {
         let plugin = open_trusted(Path::new(scene)).map_err(text)?;
         plugin.register(registry, OnConflict::Replace).map_err(text)?;
         return registry.get("cstore", None).map_err(text);
     }
-    registry.get(scene, None).map_err(text)
+    let gloo = registry.get(GLOO, None).map_err(text)?;
+    Ok(match scene {
+        ISOLATED => isolate::wrap(&gloo, IsolateOptions::new(GLOO, Device::CPU)),
+        _ => gloo,
+    })
+}
+
+fn is_plugin(scene: &str) -> bool {
+    !matches!(scene, GLOO | ISOLATED)
 }
 
 type Groups = Vec<Box<dyn ProcessGroup>>;
@@ -53,9 +66,13 @@ fn each(groups: &Groups, act: impl Fn(u32, &dyn ProcessGroup) -> Outcome + Sync)
     })
 }
 
+fn begin(group: &dyn ProcessGroup) -> Outcome<Work> {
+    let ones = Tensor::from_vec(vec![1.0f32; 10]);
+    group.all_reduce(ones, ReduceOp::Sum).map_err(text)
+}
+
 fn sum(_: u32, group: &dyn ProcessGroup) -> Outcome {
-    let work = group.all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum);
-    let tensor = work.map_err(text)?.take_tensor().map_err(text)?;
+    let tensor = begin(group)?.take_tensor().map_err(text)?;
     ensure!(tensor.as_slice::<f32>().map_err(text)? == [2.0; 10], "{tensor:?}");
     Ok(())
 }
@@ -75,11 +92,14 @@ fn play(scene: &str) -> Outcome {
         group.configure(configuration(&store, 1, rank, 2)).map_err(text)?;
         sum(rank, group)
     })?;
+    // For which the plugin would wait, were it shut down: for ever in the child, which has not its thread.
+    let pending = groups.first().filter(|_| is_plugin(scene));
+    let pending = pending.map(|group| begin(&**group)).transpose()?;
     // SAFETY: the other threads of this process are those of the groups, which the child does not touch, and the allocator's state is
     // consistent in it.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        let end = child(groups, &store);
+        let end = child(scene, groups, &store);
         if let Err(why) = &end {
             eprintln!("in the child: {why}");
         }
@@ -89,13 +109,19 @@ fn play(scene: &str) -> Outcome {
     // SAFETY: `status` is ours.
     let waited = unsafe { libc::waitpid(pid, &raw mut status, 0) };
     ensure!(waited == pid && status == 0, "the child ended with {status}");
+    if let Some(first) = pending {
+        begin(&**groups.last().ok_or("no groups")?)?
+            .take()
+            .map_err(text)?;
+        first.take().map_err(text)?;
+    }
     for _ in 0..3 {
         each(&groups, sum)?;
     }
     Ok(())
 }
 
-fn child(groups: Groups, store: &Arc<dyn Store>) -> Outcome {
+fn child(scene: &str, groups: Groups, store: &Arc<dyn Store>) -> Outcome {
     for group in &groups {
         let refused = group
             .all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
@@ -115,6 +141,22 @@ fn child(groups: Groups, store: &Arc<dyn Store>) -> Outcome {
             "{e}"
         );
         group.abort("by the child");
+        if scene != GLOO {
+            let e = group
+                .split(Some(0), 0, soon())
+                .err()
+                .ok_or("the child may split")?;
+            ensure!(
+                e.kind() == ErrorKind::InvalidState && e.to_string().contains("forked"),
+                "{e}"
+            );
+        }
+        let begun = Instant::now();
+        group.shutdown(soon()).map_err(text)?;
+        ensure!(
+            begun.elapsed() < Duration::from_secs(30),
+            "a plugin was shut down"
+        );
     }
     drop(groups);
     Ok(())
@@ -135,8 +177,12 @@ fn plays(scene: &Path) -> Outcome {
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("forked::a_child_is_refused_and_the_parent_goes_on", || {
-            plays(Path::new("gloo"))
+            plays(Path::new(GLOO))
         }),
+        trial(
+            "forked::a_child_is_refused_and_the_parent_goes_on_with_its_isolated_groups",
+            || plays(Path::new(ISOLATED)),
+        ),
         trial_in_c(
             "forked::a_child_is_refused_and_the_parent_goes_on_with_a_plugin",
             || plays(&cstore::plain()?),

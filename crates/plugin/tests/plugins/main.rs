@@ -52,6 +52,7 @@ fn trial_in_c(name: &str, run: impl Fn() -> Outcome + Send + 'static) -> Trial {
 }
 
 fn main() -> ExitCode {
+    isolate::run_child_if_asked();
     if let Some(outcome) = forked::play_if_asked() {
         return outcome
             .inspect_err(|why| eprintln!("{why}"))
