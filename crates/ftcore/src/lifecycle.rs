@@ -202,8 +202,10 @@ impl<E: Engine> Lifecycle<E> {
         }
     }
 
-    /// The engine and the configuration that it stands for. `InvalidState` if there is none, with what the last attempt died of.
+    /// The engine and the configuration that it stands for. `InvalidState` if there is none, with what the last attempt died of, and in a process that
+    /// was forked off.
     pub fn configured(&self) -> Result<(Arc<E>, Configuration)> {
+        forked::check()?;
         match &self.lock().standing {
             Standing::Configured {
                 engine,

@@ -482,7 +482,6 @@ impl ProcessGroup for IsolatedGroup {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let named = |e: Error| e.with_op("split");
-        forked::check().map_err(named)?;
         let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         if let Some(first) = engine.error() {
             let text = format!("the group failed before: {first}");

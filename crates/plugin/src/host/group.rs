@@ -287,7 +287,6 @@ impl ProcessGroup for PluginGroup {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let named = |e: Error| e.with_op("split");
-        forked::check().map_err(named)?;
         let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         let raw = &*self.raw;
         let f = raw.library.need(raw.table.split, "split")?;

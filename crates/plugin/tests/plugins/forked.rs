@@ -99,7 +99,7 @@ fn play(scene: &str) -> Outcome {
     // consistent in it.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        let end = child(scene, groups, &store);
+        let end = child(groups, &store);
         if let Err(why) = &end {
             eprintln!("in the child: {why}");
         }
@@ -121,7 +121,7 @@ fn play(scene: &str) -> Outcome {
     Ok(())
 }
 
-fn child(scene: &str, groups: Groups, store: &Arc<dyn Store>) -> Outcome {
+fn child(groups: Groups, store: &Arc<dyn Store>) -> Outcome {
     for group in &groups {
         let refused = group
             .all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
@@ -141,16 +141,14 @@ fn child(scene: &str, groups: Groups, store: &Arc<dyn Store>) -> Outcome {
             "{e}"
         );
         group.abort("by the child");
-        if scene != GLOO {
-            let e = group
-                .split(Some(0), 0, soon())
-                .err()
-                .ok_or("the child may split")?;
-            ensure!(
-                e.kind() == ErrorKind::InvalidState && e.to_string().contains("forked"),
-                "{e}"
-            );
-        }
+        let e = group
+            .split(Some(0), 0, soon())
+            .err()
+            .ok_or("the child may split")?;
+        ensure!(
+            e.kind() == ErrorKind::InvalidState && e.to_string().contains("forked"),
+            "{e}"
+        );
         let begun = Instant::now();
         group.shutdown(soon()).map_err(text)?;
         ensure!(
