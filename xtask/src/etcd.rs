@@ -2,7 +2,6 @@
 //!
 //! The package is downloaded and unpacked into the user's cache, which needs no root; where that fails, root installs it.
 
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 
 use crate::debian;
-use crate::wheels::{self, Place, is_program, quietly};
+use crate::wheels::{self, Place, quietly};
 
 const PACKAGE: &str = "etcd-server";
 const PLACE: Place<'_> = Place {
@@ -23,67 +22,33 @@ const PLACE: Place<'_> = Place {
 const PROGRAM: &str = "usr/bin/etcd";
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Why etcd cannot be had here.
-#[derive(Debug)]
-pub(crate) enum NotHere {
-    /// There is no Debian here to take it from.
-    Program { name: &'static str },
-    /// Downloading failed, and so did installing.
-    Failed { error: anyhow::Error },
-}
-
-impl fmt::Display for NotHere {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Program { name } => {
-                write!(
-                    f,
-                    "etcd is not installed, and {name} is missing, which would fetch it"
-                )
-            }
-            Self::Failed { error } => write!(
-                f,
-                "{PACKAGE} could not be fetched (install it: apt-get install {PACKAGE}): {error:#}"
-            ),
-        }
-    }
-}
-
 /// The program for `OXCCL_ETCD_PATH`: the installed one, or one in the cache, fetched on the first call.
-pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
+pub(crate) fn prepare() -> Result<PathBuf> {
     let installed = Path::new("/").join(PROGRAM);
     if installed.is_file() {
         return Ok(installed);
     }
-    let failed = |error| NotHere::Failed { error };
-    if let Some(folder) = wheels::found(&PLACE).map_err(failed)? {
+    if let Some(folder) = wheels::found(&PLACE)? {
         return Ok(folder.join(PROGRAM));
     }
     for name in ["apt-get", "dpkg-deb"] {
-        if !is_program(name) {
-            return Err(NotHere::Program { name });
-        }
+        wheels::needs(name, "fetches etcd, which is not installed")?;
     }
-    let fetched = wheels::make_once(&PLACE, build);
-    match fetched {
-        Ok(folder) => Ok(folder.join(PROGRAM)),
-        Err(error) => {
-            debian::install(&[PACKAGE]).map_err(|e| failed(e.context(format!("{error:#}"))))?;
-            Some(installed)
-                .filter(|p| p.is_file())
-                .ok_or_else(|| failed(anyhow!("apt-get succeeded, but there is no /{PROGRAM}")))
-        }
-    }
+    let fetched = wheels::make(&PLACE, build).map(|folder| folder.join(PROGRAM));
+    let fetched = fetched.or_else(|error| {
+        debian::install(&[PACKAGE]).map_err(|e| e.context(format!("{error:#}")))?;
+        let there = Some(installed).filter(|p| p.is_file());
+        there.with_context(|| format!("apt-get succeeded, but there is no /{PROGRAM}"))
+    });
+    fetched.with_context(|| format!("{PACKAGE} could not be fetched (install it: apt-get install {PACKAGE})"))
 }
 
 /// Downloads and unpacks the package into `fresh`, and starts the program once.
-fn build(fresh: &Path) -> Result<()> {
-    let (work, log) = (fresh.join("work"), fresh.join("build.log"));
-    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+fn build(fresh: &Path, work: &Path, log: &Path) -> Result<()> {
     let download = || {
         let mut command = Command::new("apt-get");
-        command.args(["download", PACKAGE]).current_dir(&work);
-        quietly("apt-get download", &mut command, LIMIT, &log)
+        command.args(["download", PACKAGE]).current_dir(work);
+        quietly("apt-get download", &mut command, LIMIT, log)
     };
     // The package lists may be old, or not there; only root can renew them.
     download().or_else(|error| {
@@ -91,9 +56,9 @@ fn build(fresh: &Path) -> Result<()> {
             return Err(error);
         }
         let mut update = Command::new("apt-get");
-        quietly("apt-get update", update.arg("update"), LIMIT, &log).and_then(|()| download())
+        quietly("apt-get update", update.arg("update"), LIMIT, log).and_then(|()| download())
     })?;
-    let file = fs::read_dir(&work)
+    let file = fs::read_dir(work)
         .with_context(|| format!("cannot read {}", work.display()))?
         .flatten()
         .map(|e| e.path())
@@ -102,30 +67,12 @@ fn build(fresh: &Path) -> Result<()> {
     let unpacked = work.join("unpacked");
     let mut unpack = Command::new("dpkg-deb");
     unpack.arg("-x").arg(&file).arg(&unpacked);
-    quietly("dpkg-deb", &mut unpack, LIMIT, &log)?;
+    quietly("dpkg-deb", &mut unpack, LIMIT, log)?;
     let program = fresh.join(PROGRAM);
     if let Some(folder) = program.parent() {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
     fs::rename(unpacked.join(PROGRAM), &program).context("the package has no etcd")?;
     // It may be linked against a newer C library than this machine's.
-    quietly("etcd", Command::new(&program).arg("--version"), LIMIT, &log)?;
-    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reasons_name_what_is_missing_and_what_to_do() {
-        let error = anyhow!("no network");
-        let failed = NotHere::Failed { error }.to_string();
-        assert!(
-            failed.contains("apt-get install etcd-server") && failed.contains("no network"),
-            "{failed}"
-        );
-        let program = NotHere::Program { name: "dpkg-deb" }.to_string();
-        assert!(program.contains("dpkg-deb"), "{program}");
-    }
+    quietly("etcd", Command::new(&program).arg("--version"), LIMIT, log)
 }

@@ -185,6 +185,7 @@ const FAULTS: &[Fault] = &[
 ];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
+    let asked = asked(&arguments.only)?;
     let metadata = Metadata::read()?;
     let copy = metadata.target_directory.join("xtask/faults/sources");
     copy_sources(&metadata.workspace_root, &copy)?;
@@ -195,9 +196,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         .map(|fault| Ok((fault, plant(&copy, fault)?)))
         .collect::<Result<Vec<_>>>()?;
     println!("| without the cure | found by | seed | as |\n|---|---|---:|---|");
-    let asked =
-        |name: &str| arguments.only.is_empty() || arguments.only.iter().any(|text| name.contains(text));
-    for ((name, by, _), files) in planted.into_iter().filter(|((name, ..), _)| asked(name)) {
+    for ((name, by, _), files) in planted.into_iter().filter(|((name, ..), _)| asked.contains(name)) {
         files.iter().try_for_each(|f| fs::write(&f.path, &f.without))?;
         let found = simulate(arguments, &copy, *by);
         files.iter().try_for_each(|f| fs::write(&f.path, &f.whole))?;
@@ -213,6 +212,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         println!("| {name} | {row} |");
     }
     Ok(found_all)
+}
+
+/// The names of the faults in which one of these texts is, of all without any. Errors: there is none; a slip of the pen would look as if all were found.
+fn asked(only: &[String]) -> Result<Vec<&'static str>> {
+    let names = FAULTS.iter().map(|(name, ..)| *name);
+    let asked: Vec<_> = names
+        .filter(|name| only.is_empty() || only.iter().any(|text| name.contains(text)))
+        .collect();
+    if asked.is_empty() {
+        bail!("no fault has {} in its name", only.join(" or "));
+    }
+    Ok(asked)
 }
 
 /// The files that git knows, as they are now.
@@ -350,6 +361,15 @@ fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(Option
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_that_no_fault_has_is_an_error() {
+        assert_eq!(asked(&[]).unwrap().len(), FAULTS.len());
+        let some = asked(&["planning".to_owned(), "no such fault".to_owned()]).unwrap();
+        assert!(!some.is_empty() && some.len() < FAULTS.len());
+        let e = asked(&["no such fault".to_owned()]).unwrap_err();
+        assert!(e.to_string().contains("no such fault"), "{e}");
+    }
 
     #[test]
     fn each_cure_stands_in_the_tree_once() {

@@ -221,7 +221,7 @@ impl Programs {
         }
         let peer = match peer {
             true => {
-                let folder = torchft::prepare().map_err(|why| anyhow::anyhow!("{why}"))?;
+                let folder = torchft::prepare()?;
                 let script = metadata
                     .workspace_root
                     .join("crates/coordination/tests/torchft/serve.py");
@@ -262,27 +262,20 @@ impl Programs {
             .spawn()
             .map(Ended)
             .context("cannot start the load generator")?;
-        let errors = generator
-            .0
-            .stderr
-            .take()
-            .context("the generator has no standard error")?;
         let (mut idle, mut cpu) = (Duration::ZERO, 0.0);
         let mut begun: Option<(Instant, f64)> = None;
         let mut measured: Option<(f64, f64)> = None;
         let mut cpu_ms = (0.0, 0.0);
-        let both = |generator: &Ended| {
-            Ok::<_, anyhow::Error>((lighthouse.cpu_seconds()?, cpu_seconds(generator.0.id())?))
-        };
+        let pid = generator.0.id();
+        let both = || Ok::<_, anyhow::Error>((lighthouse.cpu_seconds()?, cpu_seconds(pid)?));
         let mut said = Vec::new();
         // It ends by itself: its limit is an argument.
-        for line in BufReader::new(errors).lines() {
-            let line = line.context("reading from the generator")?;
+        let result = heard(&mut generator.0, |line| {
             match (line.as_str(), begun) {
-                ("measured", _) => measured = Some(both(&generator)?),
+                ("measured", _) => measured = Some(both()?),
                 ("done", _) => {
                     if let Some((before, generator_before)) = measured {
-                        let (now, generator_now) = both(&generator)?;
+                        let (now, generator_now) = both()?;
                         let each = |seconds: f64| 1000.0 * seconds / f64::from(arguments.steps);
                         cpu_ms = (each(now - before), each(generator_now - generator_before));
                     }
@@ -293,11 +286,8 @@ impl Programs {
                 }
                 _ => said.push(line),
             }
-        }
-        let mut result = String::new();
-        if let Some(output) = &mut generator.0.stdout {
-            std::io::Read::read_to_string(output, &mut result).context("reading the generator's result")?;
-        }
+            Ok(())
+        })?;
         let status = generator.0.wait().context("waiting for the generator")?;
         if !status.success() {
             bail!("the load generator failed ({status}): {}", said.join("; "));
@@ -315,6 +305,26 @@ impl Programs {
             idle_cpu: 100.0 * cpu / idle.as_secs_f64().max(0.001),
             logged: fs::metadata(&self.log).map_or(0, |m| m.len()),
         })
+    }
+}
+
+/// Hands on each line of the generator's standard error as it comes; what it wrote to standard output. Both are read at once: it writes its result, which
+/// may be longer than a pipe holds, before the other one ends.
+fn heard(generator: &mut Child, mut line: impl FnMut(String) -> Result<()>) -> Result<String> {
+    let errors = generator.stderr.take();
+    let errors = errors.context("the generator has no standard error")?;
+    let output = generator.stdout.take();
+    let output = output.context("the generator has no standard output")?;
+    let result = thread::Builder::new()
+        .name("ox-result".into())
+        .spawn(move || std::io::read_to_string(output))
+        .context("cannot start a thread")?;
+    for said in BufReader::new(errors).lines() {
+        line(said.context("reading from the generator")?)?;
+    }
+    match result.join() {
+        Ok(text) => text.context("reading the generator's result"),
+        Err(_) => bail!("the thread that reads the generator's result has panicked"),
     }
 }
 
@@ -470,6 +480,29 @@ fn url_in(said: &str) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_result_that_is_longer_than_a_pipe_holds_does_not_stop_the_generator() {
+        let mut generator = Command::new("sh")
+            .args(["-c", "head -c 300000 /dev/zero | tr '\\0' x; echo done >&2"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let heard = thread::spawn(move || {
+            let mut said = Vec::new();
+            let result = heard(&mut generator, |line| {
+                said.push(line);
+                Ok(())
+            });
+            let _ = tell.send((said, result.map(|text| text.len())));
+            generator.wait().unwrap()
+        });
+        let (said, length) = told.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert_eq!((said, length.unwrap()), (vec!["done".to_owned()], 300_000));
+        assert!(heard.join().unwrap().success());
+    }
 
     #[test]
     fn the_address_of_either_lighthouse_is_found_in_what_it_says() {

@@ -154,15 +154,31 @@ fn run(cli: Cli) -> Result<bool> {
         Task::BenchLighthouse(args) => lighthouse::run(&args),
         Task::Chaos(args) => chaos::run(&args),
         Task::Faults(args) => faults::run(&args),
-        Task::Oneccl { sycl: false } => Ok(oneccl::run()),
-        Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
-        Task::Nccl => Ok(nccl::run()),
-        Task::Torchft => Ok(torchft::run()),
+        Task::Oneccl { sycl: false } => ready(
+            &format!("oneCCL {} (CPU only)", oneccl::VERSION),
+            matrix::oneccl(),
+        ),
+        Task::Oneccl { sycl: true } => {
+            let what = format!("oneCCL {} on SYCL's CPU device", oneccl_sycl::VERSION);
+            ready(&what, matrix::oneccl_sycl())
+        }
+        Task::Nccl => ready(&format!("NCCL {}", nccl::VERSION), matrix::nccl_library()),
+        Task::Torchft => ready(&format!("torchft {}", torchft::VERSION), matrix::torchft()),
         Task::Book => book::build(),
         Task::Deploy => deploy::check(),
         Task::Wheel => wheel::run(),
         Task::Ci => ci::run(),
     }
+}
+
+/// Says how to use what a row of the matrix needs, once it is there.
+fn ready(what: &str, needs: Result<matrix::Environment, matrix::Skip>) -> Result<bool> {
+    let environment = needs?;
+    println!("{what} is ready. To use it:");
+    for (name, value) in environment {
+        println!("export {name}={value}");
+    }
+    Ok(true)
 }
 
 /// What a shell shows of a program that a broken pipe has ended.

@@ -1,6 +1,6 @@
 //! The test matrix: which rows there are, what each runs, and what must hold before it can run.
 //!
-//! A new row is one line in [`ROWS`]; a new reason to skip is a variant of [`Skip`] and a probe that finds it. Only
+//! A new row is one line in [`ROWS`]; a new reason to skip is a probe that finds it ([`Skip`]). Only
 //! rows that exist are listed. `runner.rs` executes them.
 //!
 //! Over 800 lines because it is one table: a row of the matrix is one entry of `ROWS`.
@@ -867,63 +867,60 @@ fn tested_examples(metadata: &Metadata, chosen: impl Fn(&str, &str) -> bool) -> 
 /// Why a row cannot run on this machine. Decided by a probe, never by the tests themselves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Skip {
-    /// TCP over 127.0.0.1 does not work.
-    Loopback { why: String },
-    /// The real oneCCL cannot be had.
-    Oneccl {
+    /// Something is not here.
+    Missing {
+        what: &'static str,
         why: String,
         /// This machine could have it: what is wrong is ours.
         is_defect: bool,
     },
-    /// The real NCCL's library cannot be had.
-    NcclLibrary { why: String },
-    /// The real NVRTC cannot be had.
-    Nvrtc { why: String },
-    /// The real torchft cannot be had.
-    Torchft { why: String },
-    /// The launcher cannot be had.
-    Launcher { why: String },
-    /// A real etcd cannot be had.
-    Etcd { why: String },
-    /// No API server of Kubernetes is here.
-    Kubernetes { why: String },
-    /// A browser and Prometheus cannot be had.
-    Observability { why: String },
-    /// Python, or the tools of the package, cannot be had.
-    Python { why: String },
-    /// No NVIDIA driver runs here.
-    Gpu,
     /// It takes long, and was not asked for.
     Long { name: &'static str },
 }
 
 impl Skip {
+    /// `what` is not here, which is no fault of ours.
+    pub(crate) fn missing(what: &'static str, why: impl fmt::Display) -> Self {
+        Self::Missing {
+            what,
+            // The whole of an error.
+            why: format!("{why:#}"),
+            is_defect: false,
+        }
+    }
+
+    /// oneCCL, which CI requires where it can be installed.
+    pub(crate) fn oneccl(why: &anyhow::Error) -> Self {
+        Self::Missing {
+            what: "oneCCL cannot be had",
+            why: format!("{why:#}"),
+            is_defect: crate::wheels::is_defect(why),
+        }
+    }
+
     /// True if what the row needs can be installed here, and the skip only hides that we fail to.
     pub(crate) fn is_defect(&self) -> bool {
-        matches!(self, Self::Oneccl { is_defect: true, .. })
+        matches!(self, Self::Missing { is_defect: true, .. })
     }
 }
 
 impl fmt::Display for Skip {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
+            Self::Missing { what, why, .. } => write!(f, "{what}: {why}"),
             Self::Long { name } => write!(
                 f,
                 "takes minutes to build: `cargo xtask test --row {name}`, or --long"
             ),
-            Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
-            Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
-            Self::Nvrtc { why } => write!(f, "NVRTC cannot be had: {why}"),
-            Self::Python { why } => write!(f, "the Python package cannot be built: {why}"),
-            Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
-            Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
-            Self::Etcd { why } => write!(f, "etcd cannot be had: {why}"),
-            Self::Kubernetes { why } => write!(f, "no API server of Kubernetes: {why}"),
-            Self::Observability { why } => write!(f, "Chromium and Prometheus cannot be had: {why}"),
-            Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
+}
+
+impl std::error::Error for Skip {}
+
+/// The variable that names what was prepared.
+fn named(variable: &str, path: &std::path::Path) -> Environment {
+    vec![(variable.to_owned(), path.display().to_string())]
 }
 
 /// Needs nothing.
@@ -953,13 +950,16 @@ fn loopback() -> Result<Environment, Skip> {
     };
     connect()
         .map(|_| Environment::new())
-        .map_err(|e| Skip::Loopback { why: e.to_string() })
+        .map_err(|e| Skip::missing("no TCP over 127.0.0.1", e))
 }
 
 /// Needs an NVIDIA GPU with its driver. A library that is not named is the one of the row `nccl-library`.
 fn gpu() -> Result<Environment, Skip> {
     if !std::path::Path::new("/dev/nvidiactl").exists() {
-        return Err(Skip::Gpu);
+        return Err(Skip::missing(
+            "no NVIDIA GPU here",
+            "/dev/nvidiactl does not exist",
+        ));
     }
     let mut environment = vec![
         ("OXCCL_GPU_TESTS".to_owned(), "1".to_owned()),
@@ -980,61 +980,43 @@ fn gpu() -> Result<Environment, Skip> {
 
 /// Needs the real NVRTC, which is fetched once.
 fn nvrtc() -> Result<Environment, Skip> {
-    let folder = crate::nvrtc::prepare().map_err(|e| Skip::Nvrtc {
-        why: format!("{e:#}"),
-    })?;
-    Ok(vec![(
-        "OXCCL_NVRTC_PATH".to_owned(),
-        folder.display().to_string(),
-    )])
+    let folder = crate::nvrtc::prepare().map_err(|e| Skip::missing("NVRTC cannot be had", e))?;
+    Ok(named("OXCCL_NVRTC_PATH", &folder))
 }
 
 /// Needs the real oneCCL, which is fetched and built once.
-fn oneccl() -> Result<Environment, Skip> {
-    let folder = crate::oneccl::prepare().map_err(|e| Skip::Oneccl {
-        why: e.to_string(),
-        is_defect: e.is_defect(),
-    })?;
-    Ok(vec![("OXCCL_XCCL_PATH".to_owned(), folder.display().to_string())])
+pub(crate) fn oneccl() -> Result<Environment, Skip> {
+    let folder = crate::oneccl::prepare().map_err(|e| Skip::oneccl(&e))?;
+    Ok(named("OXCCL_XCCL_PATH", &folder))
 }
 
 /// Needs the real oneCCL with SYCL's CPU device.
-fn oneccl_sycl() -> Result<Environment, Skip> {
-    let folder = crate::oneccl_sycl::prepare().map_err(|e| Skip::Oneccl {
-        why: e.to_string(),
-        is_defect: e.is_defect(),
-    })?;
+pub(crate) fn oneccl_sycl() -> Result<Environment, Skip> {
+    let folder = crate::oneccl_sycl::prepare().map_err(|e| Skip::oneccl(&e))?;
     Ok(crate::oneccl_sycl::environment(&folder))
 }
 
 /// Needs the real NCCL's library, which is fetched once.
-fn nccl_library() -> Result<Environment, Skip> {
-    let folder = crate::nccl::prepare().map_err(|e| Skip::NcclLibrary { why: e.to_string() })?;
-    Ok(vec![("OXCCL_NCCL_PATH".to_owned(), folder.display().to_string())])
+pub(crate) fn nccl_library() -> Result<Environment, Skip> {
+    let folder = crate::nccl::prepare().map_err(|e| Skip::missing("NCCL cannot be had", e))?;
+    Ok(named("OXCCL_NCCL_PATH", &folder))
 }
 
 /// Needs Python with the tools of the package, which are fetched once.
 fn python() -> Result<Environment, Skip> {
     crate::python::prepare()
         .map(|_| Environment::new())
-        .map_err(|e| Skip::Python {
-            why: format!("{e:#}"),
-        })
+        .map_err(|e| Skip::missing("the Python package cannot be built", e))
 }
 
 /// Needs the real torchft, which is fetched once.
-fn torchft() -> Result<Environment, Skip> {
-    let folder = crate::torchft::prepare().map_err(|e| Skip::Torchft { why: e.to_string() })?;
-    Ok(vec![(
-        "OXCCL_TORCHFT_PATH".to_owned(),
-        folder.display().to_string(),
-    )])
+pub(crate) fn torchft() -> Result<Environment, Skip> {
+    let folder = crate::torchft::prepare().map_err(|e| Skip::missing("torchft cannot be had", e))?;
+    Ok(named("OXCCL_TORCHFT_PATH", &folder))
 }
 
 fn launcher(found: anyhow::Result<Environment>) -> Result<Environment, Skip> {
-    found.map_err(|e| Skip::Launcher {
-        why: format!("{e:#}"),
-    })
+    found.map_err(|e| Skip::missing("the launcher cannot be had", e))
 }
 
 /// Needs MPICH, which is fetched once.
@@ -1060,15 +1042,18 @@ fn slurm() -> Result<Environment, Skip> {
 /// Needs a real etcd, which is fetched once, and TCP over the loopback interface.
 fn etcd() -> Result<Environment, Skip> {
     let mut environment = loopback()?;
-    let program = crate::etcd::prepare().map_err(|e| Skip::Etcd { why: e.to_string() })?;
-    environment.push(("OXCCL_ETCD_PATH".to_owned(), program.display().to_string()));
+    let program = crate::etcd::prepare().map_err(|e| Skip::missing("etcd cannot be had", e))?;
+    environment.extend(named("OXCCL_ETCD_PATH", &program));
     Ok(environment)
 }
 
 /// Needs `kube-apiserver` and `kubectl` where Kubernetes' own tests look for them; no registry of packages has the server. And etcd.
 fn kubernetes() -> Result<Environment, Skip> {
-    let missing = |why: String| Skip::Kubernetes {
-        why: format!("{why} (`setup-envtest use -p path` fetches such a folder and prints its path)"),
+    let no_server = |why: String| Skip::missing("no API server of Kubernetes", why);
+    let missing = |why: String| {
+        no_server(format!(
+            "{why} (`setup-envtest use -p path` fetches such a folder and prints its path)"
+        ))
     };
     let folder = std::env::var_os("KUBEBUILDER_ASSETS").ok_or_else(|| {
         missing("KUBEBUILDER_ASSETS names no folder with kube-apiserver and kubectl".into())
@@ -1083,9 +1068,9 @@ fn kubernetes() -> Result<Environment, Skip> {
         }
     }
     if !crate::wheels::is_program("openssl") {
-        return Err(Skip::Kubernetes {
-            why: "openssl is not installed, which makes the server's key".to_owned(),
-        });
+        return Err(no_server(
+            "openssl is not installed, which makes the server's key".to_owned(),
+        ));
     }
     etcd()
 }
@@ -1093,10 +1078,8 @@ fn kubernetes() -> Result<Environment, Skip> {
 /// Needs Chromium and Prometheus, which root can install, a wheel with rotel, and TCP over the loopback interface.
 fn observability() -> Result<Environment, Skip> {
     let mut environment = loopback()?;
-    let found = crate::observability::prepare().map_err(|e| Skip::Observability {
-        why: format!("{e:#}"),
-    })?;
-    environment.extend(found);
+    let found = crate::observability::prepare();
+    environment.extend(found.map_err(|e| Skip::missing("Chromium and Prometheus cannot be had", e))?);
     Ok(environment)
 }
 

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
@@ -22,12 +21,11 @@ const PACKAGES: [&str; 6] = [
     "prometheus",
 ];
 
-const COLLECTOR: &str = "rotel-agent";
-const WHEELS: [Wheel; 1] = [Wheel {
+const WHEEL: Wheel = Wheel {
     name: "rotel",
     version: "0.0.1a15",
     sha256: "2f4117e58410c933e0dc042a268ef738dab2e3a5d63b5831209acdac2a6ddcb7",
-}];
+};
 const PLACE: Place<'_> = Place {
     folder: "rotel-0.0.1a15",
     recipe: "1",
@@ -45,18 +43,11 @@ pub(crate) fn prepare() -> Result<matrix::Environment> {
             PACKAGES.join(" ")
         );
     }
-    let collector = wheels::make_once(&PLACE, build)?.join(COLLECTOR);
+    let folder = wheels::kept(&PLACE, &WHEEL, &["rotel/rotel-agent=rotel-agent"])?;
+    let collector = folder.join("rotel-agent");
+    // What is taken out of a wheel is a file like any other.
+    fs::set_permissions(&collector, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("cannot make {} a program", collector.display()))?;
     let collector = collector.to_string_lossy().into_owned();
     Ok(vec![("OXCCL_TEST_COLLECTOR".to_string(), collector)])
-}
-
-fn build(fresh: &Path) -> Result<()> {
-    let (work, log) = (fresh.join("work"), fresh.join("build.log"));
-    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
-    wheels::download(&WHEELS, &work, &log)?;
-    wheels::unpack(&work, "rotel", fresh, &["rotel/rotel-agent=rotel-agent"], &log)?;
-    let program = fresh.join(COLLECTOR);
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("cannot make {} a program", program.display()))?;
-    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
 }

@@ -8,7 +8,6 @@
 //! libfabric is the one that Intel ships, too. With its provider for TCP alone a process that joins a communicator uses half the processor time
 //! that it needs with Debian's, in which every provider starts and that of verbs reads the symbols of the whole kernel.
 
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,10 +16,10 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::debian;
-use crate::wheels::{self, Place, Unfetched, Wheel, is_program, quietly};
+use crate::wheels::{self, Lacks, Place, Wheel, quietly};
 
 /// The version of both wheels.
-const VERSION: &str = "2022.2.0";
+pub(crate) const VERSION: &str = "2022.2.0";
 /// The wheels for Linux on x86-64, with their hashes.
 const WHEELS: [Wheel; 2] = [
     Wheel {
@@ -68,72 +67,11 @@ void *_intel_fast_memcpy(void *to, const void *from, size_t n) { return memcpy(t
 void *_intel_fast_memset(void *to, int byte, size_t n) { return memset(to, byte, n); }
 ";
 
-/// Why the library cannot be had here.
-#[derive(Debug)]
-pub(crate) enum NotHere {
-    /// The wheels are for Linux on x86-64.
-    Platform,
-    /// A program is missing.
-    Program {
-        name: &'static str,
-        needed_for: &'static str,
-    },
-    /// System libraries are missing, and could not be installed.
-    Libraries {
-        packages: Vec<&'static str>,
-        why: String,
-    },
-    /// Downloading, unpacking or linking failed.
-    Failed { error: anyhow::Error },
-}
-
-impl NotHere {
-    /// True if this machine could have it, and only we fail to prepare it.
-    pub(crate) fn is_defect(&self) -> bool {
-        matches!(self, Self::Failed { error } if !error.is::<Unfetched>())
-    }
-}
-
-impl fmt::Display for NotHere {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Platform => write!(f, "oneCCL's wheels are for Linux on x86-64 only"),
-            Self::Program { name, needed_for } => write!(f, "{name} is missing ({needed_for})"),
-            Self::Libraries { packages, why } => {
-                write!(
-                    f,
-                    "system libraries are missing (apt-get install {}): {why}",
-                    packages.join(" ")
-                )
-            }
-            Self::Failed { error } => write!(f, "oneCCL {VERSION} could not be prepared: {error:#}"),
-        }
-    }
-}
-
-/// `cargo xtask oneccl`: prepares the library and says where it is.
-pub(crate) fn run() -> bool {
-    match prepare() {
-        Ok(folder) => {
-            println!("oneCCL {VERSION} (CPU only) is ready. To use it:");
-            println!("export OXCCL_XCCL_PATH={}", folder.display());
-            true
-        }
-        Err(why) => {
-            eprintln!("xtask: {why}");
-            false
-        }
-    }
-}
-
 /// The folder for `OXCCL_XCCL_PATH`; made on the first call, which takes a minute, found by later ones.
-pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
-    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        return Err(NotHere::Platform);
-    }
+pub(crate) fn prepare() -> Result<PathBuf> {
+    wheels::for_this_platform("oneCCL")?;
     install_libraries(&SYSTEM_LIBRARIES)?;
-    let failed = |error| NotHere::Failed { error };
-    if let Some(folder) = wheels::found(&PLACE).map_err(failed)? {
+    if let Some(folder) = wheels::found(&PLACE)? {
         return Ok(folder);
     }
     for (name, needed_for) in [
@@ -141,11 +79,9 @@ pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
         ("cc", "compiles a few stubs"),
         ("g++", "links the library"),
     ] {
-        if !is_program(name) {
-            return Err(NotHere::Program { name, needed_for });
-        }
+        wheels::needs(name, needed_for)?;
     }
-    wheels::make_once(&PLACE, build).map_err(failed)
+    wheels::make(&PLACE, build).with_context(|| format!("oneCCL {VERSION} could not be prepared"))
 }
 
 /// Which of the system libraries the loader does not know.
@@ -163,39 +99,36 @@ fn missing_libraries(wanted: &[(&'static str, &'static str)]) -> Vec<&'static st
 }
 
 /// Installs what the loader does not know of `wanted`, each a library and the Debian package that has it.
-fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Result<(), NotHere> {
+fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Result<()> {
     let packages = missing_libraries(wanted);
     if packages.is_empty() {
         return Ok(());
     }
-    let refuse = |why: String| NotHere::Libraries {
-        packages: packages.clone(),
-        why,
+    let lacks = |why: String| {
+        let packages = packages.join(" ");
+        Lacks(format!(
+            "system libraries are missing (apt-get install {packages}): {why}"
+        ))
     };
-    debian::install(&packages).map_err(|e| refuse(format!("{e:#}")))?;
+    debian::install(&packages).map_err(|e| lacks(format!("{e:#}")))?;
     match missing_libraries(wanted).as_slice() {
         [] => Ok(()),
-        still => Err(refuse(format!(
+        still => Err(lacks(format!(
             "apt-get succeeded, but the loader still lacks {}",
             still.join(" ")
-        ))),
+        ))
+        .into()),
     }
 }
 
 /// Puts libfabric into the folder `to`, beside the library that loads it.
 pub(crate) fn add_fabric(to: &Path) -> Result<()> {
-    let from = wheels::make_once(&FABRIC, |fresh| {
-        let (work, log) = (fresh.join("work"), fresh.join("build.log"));
-        fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
-        wheels::download(&[FABRIC_WHEEL], &work, &log)?;
-        let files = [
-            "/lib/libfabric.so.1=libfabric.so.1",
-            "/lib/libtcp-fi.so=libtcp-fi.so",
-            "/LICENSE.txt=LICENSE.impi-rt.txt",
-        ];
-        wheels::unpack(&work, FABRIC_WHEEL.name, fresh, &files, &log)?;
-        fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
-    })?;
+    let files = [
+        "/lib/libfabric.so.1=libfabric.so.1",
+        "/lib/libtcp-fi.so=libtcp-fi.so",
+        "/LICENSE.txt=LICENSE.impi-rt.txt",
+    ];
+    let from = wheels::kept(&FABRIC, &FABRIC_WHEEL, &files)?;
     for name in FABRIC_FILES {
         fs::copy(from.join(name), to.join(name))
             .with_context(|| format!("cannot copy {name} to {}", to.display()))?;
@@ -203,25 +136,21 @@ pub(crate) fn add_fabric(to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes everything in `fresh`; what is only needed on the way is removed at the end.
-fn build(fresh: &Path) -> Result<()> {
-    let work = fresh.join("work");
+/// Makes everything in `fresh`.
+fn build(fresh: &Path, work: &Path, log: &Path) -> Result<()> {
     let plugins = fresh.join("lib");
     let library = plugins.join("ccl/cpu/lib");
-    for folder in [&work, &library] {
-        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    }
-    let log = fresh.join("build.log");
-    wheels::download(&WHEELS, &work, &log)?;
+    fs::create_dir_all(&library).with_context(|| format!("cannot make {}", library.display()))?;
+    wheels::download(&WHEELS, None, work, log)?;
     let files = [
         "/lib/libccl.so.2=libccl.so.2",
         "/lib/libccl_legacy_cpu.so=libccl_legacy_cpu.so",
         "/licensing/license.txt=LICENSE.oneccl.txt",
     ];
-    wheels::unpack(&work, "oneccl", &plugins, &files, &log)?;
+    wheels::unpack(work, "oneccl", &plugins, &files, log)?;
     add_fabric(&plugins)?;
     let files = ["/lib/ccl/cpu/lib/libccl.a=libccl.a"];
-    wheels::unpack(&work, "oneccl-devel", &work, &files, &log)?;
+    wheels::unpack(work, "oneccl-devel", work, &files, log)?;
     let (source, object) = (work.join("stubs.c"), work.join("stubs.o"));
     fs::write(&source, STUBS).with_context(|| format!("cannot write {}", source.display()))?;
     let mut cc = Command::new("cc");
@@ -229,7 +158,7 @@ fn build(fresh: &Path) -> Result<()> {
         .arg(&source)
         .arg("-o")
         .arg(&object);
-    quietly("cc", &mut cc, BUILD_LIMIT, &log)?;
+    quietly("cc", &mut cc, BUILD_LIMIT, log)?;
     let mut link = Command::new("g++");
     link.args(["-shared", "-s", "-Wl,-soname,libccl.so.1", "-o"])
         .arg(library.join("libccl.so.1"))
@@ -239,27 +168,12 @@ fn build(fresh: &Path) -> Result<()> {
         .arg(&object)
         // By its full name: the package with the short one is not needed.
         .args(["-l:libhwloc.so.15", "-ldl", "-lpthread"]);
-    quietly("g++", &mut link, BUILD_LIMIT, &log)?;
-    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
+    quietly("g++", &mut link, BUILD_LIMIT, log)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn reasons_name_what_is_missing_and_what_to_do() {
-        let libraries = NotHere::Libraries {
-            packages: vec!["libhwloc15"],
-            why: "only root can install them".to_owned(),
-        };
-        assert!(libraries.to_string().contains("apt-get install libhwloc15"));
-        let program = NotHere::Program {
-            name: "g++",
-            needed_for: "links the library",
-        };
-        assert_eq!(program.to_string(), "g++ is missing (links the library)");
-    }
 
     #[test]
     fn the_wheels_are_pinned_by_hash() {

@@ -4,17 +4,15 @@
 //! neighbours: oneCCL's SYCL build (2022.1.2: that of 2022.2.0 crashes when a communicator starts), the SYCL runtime, OpenCL for
 //! CPUs with its compiler, and dpctl's C library, which has no Python in it although its wheel is made for one version of Python.
 
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::oneccl;
-use crate::wheels::{self, Place, Unfetched, Wheel, is_program};
+use crate::wheels::{self, Place, Wheel};
 
-const VERSION: &str = "2022.1.2";
+pub(crate) const VERSION: &str = "2022.1.2";
 const COMPILER: &str = "2026.2.0";
 const WHEELS: [Wheel; 6] = [
     Wheel {
@@ -108,53 +106,6 @@ const PLACE: Place<'_> = Place {
     notice: "oneCCL 2022.1.2 on SYCL: fetching its wheels and those of the SYCL and OpenCL runtimes (560 MB, once; 650 MB are kept)",
 };
 
-/// Why the libraries cannot be had here.
-#[derive(Debug)]
-pub(crate) enum NotHere {
-    /// What the library on host memory lacks as well.
-    Base(oneccl::NotHere),
-    /// Downloading or unpacking failed.
-    Failed { error: anyhow::Error },
-}
-
-impl NotHere {
-    /// True if this machine could have them, and only we fail to prepare them.
-    pub(crate) fn is_defect(&self) -> bool {
-        match self {
-            Self::Base(base) => base.is_defect(),
-            Self::Failed { error } => !error.is::<Unfetched>(),
-        }
-    }
-}
-
-impl fmt::Display for NotHere {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Base(base) => base.fmt(f),
-            Self::Failed { error } => {
-                write!(f, "oneCCL {VERSION} on SYCL could not be prepared: {error:#}")
-            }
-        }
-    }
-}
-
-/// `cargo xtask oneccl --sycl`: prepares the libraries and says how to use them.
-pub(crate) fn run() -> bool {
-    match prepare() {
-        Ok(folder) => {
-            println!("oneCCL {VERSION} on SYCL is ready. To use it on SYCL's CPU device:");
-            for (name, value) in environment(&folder) {
-                println!("export {name}={value}");
-            }
-            true
-        }
-        Err(why) => {
-            eprintln!("xtask: {why}");
-            false
-        }
-    }
-}
-
 /// The variables with which tests find the libraries in `folder` and take the CPU device for an `xpu`.
 pub(crate) fn environment(folder: &Path) -> Vec<(String, String)> {
     vec![
@@ -164,63 +115,28 @@ pub(crate) fn environment(folder: &Path) -> Vec<(String, String)> {
 }
 
 /// The folder with everything; made on the first call, which takes a minute, found by later ones.
-pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
-    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        return Err(NotHere::Base(oneccl::NotHere::Platform));
-    }
-    let failed = |error| NotHere::Failed { error };
-    if let Some(folder) = wheels::found(&PLACE).map_err(failed)? {
+pub(crate) fn prepare() -> Result<PathBuf> {
+    wheels::for_this_platform("oneCCL")?;
+    if let Some(folder) = wheels::found(&PLACE)? {
         return Ok(folder);
     }
-    if !is_program("python3") {
-        return Err(NotHere::Base(oneccl::NotHere::Program {
-            name: "python3",
-            needed_for: "fetches the wheels with pip",
-        }));
-    }
-    wheels::make_once(&PLACE, build).map_err(failed)
+    wheels::needs("python3", "fetches the wheels with pip")?;
+    wheels::make(&PLACE, build).with_context(|| format!("oneCCL {VERSION} on SYCL could not be prepared"))
 }
 
-fn build(fresh: &Path) -> Result<()> {
-    let (work, kept, log) = (fresh.join("work"), fresh.join("lib"), fresh.join("build.log"));
-    for folder in [&work, &kept] {
-        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    }
-    wheels::download(&WHEELS, &work, &log)?;
-    download_dpctl(&work, &log)?;
+fn build(fresh: &Path, work: &Path, log: &Path) -> Result<()> {
+    let kept = fresh.join("lib");
+    fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;
+    wheels::download(&WHEELS, None, work, log)?;
+    wheels::download(&[DPCTL], Some(DPCTL_PYTHON), work, log)?;
     for (wheel, files) in KEPT {
         let wanted: Vec<String> = files.iter().map(|name| format!("/lib/{name}={name}")).collect();
         let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
-        wheels::unpack(&work, wheel, &kept, &wanted, &log)?;
+        wheels::unpack(work, wheel, &kept, &wanted, log)?;
     }
     let interface = ["dpctl/libDPCTLSyclInterface.so=libDPCTLSyclInterface.so"];
-    wheels::unpack(&work, DPCTL.name, &kept, &interface, &log)?;
-    oneccl::add_fabric(&kept)?;
-    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
-}
-
-/// As [`wheels::download`], for one version of Python that need not be the one that runs.
-fn download_dpctl(to: &Path, log: &Path) -> Result<()> {
-    let list = to.join("requirements-dpctl.txt");
-    let wanted = format!(
-        "{}=={} --hash=sha256:{}\n",
-        DPCTL.name, DPCTL.version, DPCTL.sha256
-    );
-    fs::write(&list, wanted).with_context(|| format!("cannot write {}", list.display()))?;
-    let mut pip = Command::new("python3");
-    pip.args([
-        "-m",
-        "pip",
-        "download",
-        "--disable-pip-version-check",
-        "--no-cache-dir",
-    ])
-    .args(["--no-deps", "--only-binary", ":all:", "--require-hashes"])
-    .args(["--python-version", DPCTL_PYTHON, "--requirement"])
-    .arg(&list)
-    .arg("--dest")
-    .arg(to);
-    wheels::fetch(&mut pip, log)
+    wheels::unpack(work, DPCTL.name, &kept, &interface, log)?;
+    oneccl::add_fabric(&kept)
 }
 
 #[cfg(test)]

@@ -686,9 +686,7 @@ mod tests {
     #[test]
     fn a_skip_is_no_pass_and_a_required_one_is_a_failure() {
         let row = ROWS.iter().find(|r| r.backend == Some("gloo")).unwrap();
-        let skip = Verdict::Skipped(Skip::Loopback {
-            why: "denied".to_owned(),
-        });
+        let skip = Verdict::Skipped(Skip::missing("no TCP over 127.0.0.1", "denied"));
         let kept = enforce(skip.clone(), row, &[], &strings(&["gloo"]));
         let mut counts = Counts::default();
         counts.add(&kept);
@@ -699,13 +697,7 @@ mod tests {
     #[test]
     fn what_could_be_installed_is_not_skipped_where_it_is_required() {
         let row = ROWS.iter().find(|r| r.backend == Some("xccl-sycl")).unwrap();
-        let skip = |error: anyhow::Error| {
-            let not_here = crate::oneccl_sycl::NotHere::Failed { error };
-            Verdict::Skipped(Skip::Oneccl {
-                why: not_here.to_string(),
-                is_defect: not_here.is_defect(),
-            })
-        };
+        let skip = |error: anyhow::Error| Verdict::Skipped(Skip::oneccl(&error));
         let required = strings(&["xccl-sycl"]);
         let offline = skip(anyhow::anyhow!("no route").context(crate::wheels::Unfetched));
         assert!(matches!(

@@ -1,16 +1,14 @@
 //! The real torchft, for the tests of the wire: its wheel from PyPI (2.4 MB), of which only the extension module with its gRPC clients
 //! and servers is kept. It needs no torch. There is one wheel for each version of Python.
 
-use std::fmt;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, anyhow};
 
 use crate::wheels::{self, Place, Wheel};
 
-const VERSION: &str = "0.2.0";
+pub(crate) const VERSION: &str = "0.2.0";
 /// Python's minor version, and the hash of its wheel.
 const WHEELS: [(u32, &str); 5] = [
     (
@@ -35,59 +33,14 @@ const WHEELS: [(u32, &str); 5] = [
     ),
 ];
 
-/// Why torchft cannot be had here.
-#[derive(Debug)]
-pub(crate) enum NotHere {
-    /// The wheels are for Linux on x86-64.
-    Platform,
-    /// There is no Python to run it in.
-    Python,
-    /// There is no wheel for this Python.
-    PythonVersion { minor: u32 },
-    /// Downloading or unpacking failed.
-    Failed { error: anyhow::Error },
-}
-
-impl fmt::Display for NotHere {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Platform => f.write_str("torchft's wheels are for Linux on x86-64 only"),
-            Self::Python => f.write_str("python3 is missing (torchft runs in it)"),
-            Self::PythonVersion { minor } => write!(f, "torchft {VERSION} has no wheel for Python 3.{minor}"),
-            Self::Failed { error } => write!(f, "torchft {VERSION} could not be prepared: {error:#}"),
-        }
-    }
-}
-
-/// `cargo xtask torchft`: prepares the module and says where it is.
-pub(crate) fn run() -> bool {
-    match prepare() {
-        Ok(folder) => {
-            println!("torchft {VERSION} is ready. To use it:");
-            println!("export OXCCL_TORCHFT_PATH={}", folder.display());
-            true
-        }
-        Err(why) => {
-            eprintln!("xtask: {why}");
-            false
-        }
-    }
-}
-
 /// The folder for `OXCCL_TORCHFT_PATH`; made on the first call, found by later ones.
-pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
-    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        return Err(NotHere::Platform);
-    }
-    if !wheels::is_program("python3") {
-        return Err(NotHere::Python);
-    }
-    let failed = |error| NotHere::Failed { error };
-    let minor = python().map_err(failed)?;
+pub(crate) fn prepare() -> Result<PathBuf> {
+    wheels::needs("python3", "torchft runs in it")?;
+    let minor = python()?;
     let (_, sha256) = WHEELS
         .into_iter()
         .find(|(m, _)| *m == minor)
-        .ok_or(NotHere::PythonVersion { minor })?;
+        .with_context(|| format!("torchft {VERSION} has no wheel for Python 3.{minor}"))?;
     let place = Place {
         folder: &format!("torchft-{VERSION}-cp3{minor}"),
         recipe: "1",
@@ -98,7 +51,7 @@ pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
         version: VERSION,
         sha256,
     };
-    wheels::make_once(&place, |fresh| build(wheel, fresh)).map_err(failed)
+    wheels::kept(&place, &wheel, &[".so=_torchft.so"])
 }
 
 /// The minor version of python3.
@@ -111,14 +64,6 @@ fn python() -> Result<u32> {
     text.trim()
         .parse()
         .map_err(|_| anyhow!("python3 does not say its version but {text:?}"))
-}
-
-fn build(wheel: Wheel, fresh: &Path) -> Result<()> {
-    let (work, log) = (fresh.join("work"), fresh.join("build.log"));
-    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
-    wheels::download(&[wheel], &work, &log)?;
-    wheels::unpack(&work, "torchft", fresh, &[".so=_torchft.so"], &log)?;
-    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
 }
 
 #[cfg(test)]

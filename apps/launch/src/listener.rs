@@ -113,18 +113,14 @@ impl EventListener {
         events: EventQueue,
         control: Sender<Control>,
     ) -> Result<Self> {
-        let mut path = run_dir.join("events.sock");
+        // This supervisor's own: others may share the folder, on other machines too.
+        let name = format!("events-{:016x}.sock", ftcore::lifecycle::nonce());
+        let mut path = run_dir.join(&name);
         let mut own_dir = None;
         if path.as_os_str().len() > MAX_SOCKET_PATH {
             let dir = private_dir()?;
-            path = dir.join("events.sock");
+            path = dir.join(&name);
             own_dir = Some(dir);
-        }
-        match std::fs::remove_file(&path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::io(format!("remove the old socket {}", path.display()), e));
-            }
-            _ => {}
         }
         let listener = UnixListener::bind(&path)
             .map_err(|e| Error::io(format!("listen on the event socket {}", path.display()), e))?;
@@ -431,5 +427,29 @@ mod tests {
         assert!(path.exists());
         drop(listener);
         assert!(!path.exists() && !path.parent().unwrap().exists());
+    }
+
+    #[test]
+    fn two_supervisors_that_share_a_run_directory_each_hear_their_own_replicas() {
+        let dir = tempfile::tempdir().unwrap();
+        let start = |replica: u32| {
+            let (queue, events) = event_queue();
+            let (control, kept) = channel();
+            let listener = EventListener::start(dir.path(), replica..replica + 1, 1, queue, control).unwrap();
+            (listener, events, kept)
+        };
+        let (first, mut of_first, _kept) = start(0);
+        let (second, ..) = start(1);
+        assert_ne!(first.path(), second.path());
+        // Nor does the end of one take the other's away.
+        drop(second);
+        let state = ReplicaState::Training;
+        EventSender::connect(first.path(), 0, 0)
+            .unwrap()
+            .send(EventKind::State { state });
+        match of_first.next_until(deadline_in(Duration::from_secs(60))) {
+            Some(SupervisorEvent::Replica(e)) => assert_eq!(e.replica, 0),
+            other => panic!("{other:?}"),
+        }
     }
 }

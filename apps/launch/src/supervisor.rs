@@ -26,7 +26,7 @@ use super::slot::Who;
 pub struct LighthouseLaunch {
     /// `host:port`; port 0 at the first start, the port that was chosen then after a restart.
     pub bind: String,
-    /// A file for its quorum id, the same for every incarnation of it.
+    /// A file for its record of the job, the same for every incarnation of it.
     pub state_file: PathBuf,
 }
 
@@ -147,7 +147,8 @@ pub struct SupervisorConfig {
     /// ask for them. `None`: those of this process's own environment, which the processes inherit.
     pub credentials: Option<Arc<Credentials>>,
     /// An existing folder for the logs (`replica-R.incarnation-L.log`, with several ranks `replica-R.rank-K.incarnation-L.log`; `lighthouse.log`), the event socket and the
-    /// lighthouse's state.
+    /// lighthouse's state. What an earlier run has left there of these is removed; not its state, where replicas may go on that are not started here. Supervisors of other
+    /// replicas may share it.
     pub run_dir: PathBuf,
     /// Takes what the replicas' processes write, line by line, beside their logs.
     pub output: Option<OutputSink>,
@@ -186,6 +187,13 @@ impl SupervisorConfig {
         }
     }
 
+    /// Some replicas of the job may be elsewhere, and outlive this supervisor and its lighthouse: they go on by the lighthouse's record. Where all are
+    /// started here they are new ones, with or without checkpoints, and the first quorum waits for all of them: a record would only hold them up, and for
+    /// ever where they are fewer than before.
+    pub(super) fn may_have_others(&self) -> bool {
+        self.hold_lighthouse || self.replicas < self.total_replicas
+    }
+
     fn validate(&self) -> Result<()> {
         if self.replicas == 0 {
             return Err(Error::invalid("a run needs at least one replica on this machine"));
@@ -219,7 +227,7 @@ impl SupervisorConfig {
 pub(super) type Running = Arc<Mutex<HashMap<(Who, u32), (u32, Pid)>>>;
 
 /// A running set of processes. Dropping it asks for the end of the run (without waiting for it); the processes cannot
-/// outlive this one in any case.
+/// outlive this one in any case. What they have started themselves can, if this one is killed.
 #[derive(Debug)]
 pub struct Supervisor {
     lighthouse: String,
@@ -239,11 +247,14 @@ impl Supervisor {
     /// Everything must have been started by `deadline`. On an error all that was started has been ended again; a
     /// lighthouse that failed is `Unavailable` with the end of its output, a program that does not exist is `NotFound`.
     pub fn start(
-        config: SupervisorConfig,
+        mut config: SupervisorConfig,
         command: impl Fn(&ReplicaLaunch) -> Command + Send + 'static,
         deadline: Instant,
     ) -> Result<(Self, SupervisorEvents)> {
         config.validate()?;
+        // The processes, which are told of it, may run in another folder.
+        config.run_dir = std::path::absolute(&config.run_dir)
+            .map_err(|e| Error::io(format!("run directory {}", config.run_dir.display()), e))?;
         let (queue, events) = event_queue();
         let (control, inbox) = channel();
         let (started, start_result) = channel();

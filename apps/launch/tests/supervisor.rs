@@ -1,7 +1,7 @@
 //! The supervisor with real processes (`sh -c …`): restarts, limits, signals, and the order of what the driver sees.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -88,6 +88,28 @@ fn a_replica_finds_its_place_in_its_environment() {
             format!("http://127.0.0.1:9 {replica}/9 incarnation 0 threads 1\n")
         );
     }
+}
+
+#[test]
+fn a_relative_run_directory_is_found_from_any_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let here = std::env::current_dir().unwrap();
+    let up: PathBuf = here.components().skip(1).map(|_| "..").collect();
+    let relative = up.join(dir.path().strip_prefix("/").unwrap());
+    assert!(relative.is_relative() && relative.is_dir());
+    // So deep that the way up from here does not lead to the root from there.
+    let deep = dir.path().join("d/".repeat(here.components().count()));
+    std::fs::create_dir_all(&deep).unwrap();
+    let command = move |_: &ReplicaLaunch| {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "test -S \"$OXCCL_EVENTS\""])
+            .current_dir(&deep);
+        command
+    };
+    let (_supervisor, events) = Supervisor::start(config(1, &relative), command, soon()).unwrap();
+    let (_, outcome) = all(events);
+    assert!(outcome.is_success(), "{outcome}");
 }
 
 #[test]
@@ -381,10 +403,38 @@ fn a_program_that_does_not_exist_fails_the_start_and_leaves_nothing_running() {
     let e = Supervisor::start(config(2, dir.path()), command, soon()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NotFound);
     assert!(e.to_string().contains("oxccl-no-such-program"), "{e}");
+    let left = std::fs::read_dir(dir.path()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
     assert!(
-        !dir.path().join("events.sock").exists(),
-        "everything was taken down before the error came back"
+        !left.iter().any(|name| name.to_string_lossy().ends_with(".sock")),
+        "everything was to be taken down before the error came back: {left:?}"
     );
+}
+
+/// Whether the lighthouse of a run finds the record of an earlier one in the same folder.
+fn finds_a_record(change: impl FnOnce(&mut SupervisorConfig)) -> bool {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("lighthouse.state"), "{}").unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    let mut config = config(2, dir.path());
+    config.lighthouse = LighthouseSource::Spawn {
+        bind: "127.0.0.1:0".into(),
+        command: Box::new(move |launch| {
+            tell.send(launch.state_file.exists()).unwrap();
+            Command::new("false")
+        }),
+    };
+    change(&mut config);
+    Supervisor::start(config, sh("true"), soon()).unwrap_err();
+    told.recv().unwrap()
+}
+
+#[test]
+fn a_lighthouse_does_not_go_by_the_record_of_a_job_of_which_nothing_is_left() {
+    assert!(!finds_a_record(|_| {}));
+    // Here some may go on: on other nodes, or started by other launchers.
+    assert!(finds_a_record(|config| config.hold_lighthouse = true));
+    assert!(finds_a_record(|config| config.total_replicas = 4));
 }
 
 #[test]

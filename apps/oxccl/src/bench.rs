@@ -85,7 +85,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SIZE", value_parser = plan::parse_size, requires = "min")]
     max: Option<u64>,
     /// From --min to --max, each size is this many times the one before it.
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, default_value_t = 2, value_name = "N", requires = "min", conflicts_with = "sizes",
+          value_parser = clap::value_parser!(u64).range(2..))]
     factor: u64,
     /// The element type. Reductions are sums.
     #[arg(long, default_value = "f32", value_name = "DTYPE", value_parser = |s: &str| s.parse::<DType>())]

@@ -54,7 +54,8 @@ The exit codes are those of `oxccl --help`; a program that exits with 2 is not r
 
 /// Start and supervise the replicas of a job on this machine.
 ///
-/// A replica of which a process dies is restarted as a whole; its exit code 0 ends it for good. No replica outlives this command.
+/// A replica of which a process dies is restarted as a whole; its exit code 0 ends it for good. No process that this command starts outlives it. What
+/// such a process has started itself does if this command is killed (SIGKILL): in a shell, begin the last command with `exec`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -107,15 +108,17 @@ pub(crate) struct Arguments {
     /// End the run after this many seconds.
     #[arg(long, value_name = "S")]
     timeout_s: Option<u64>,
-    /// Folder for logs [default: a new one in the system's temporary directory].
+    /// Folder for logs and the record of a lighthouse that is started here [default: a new one in the system's temporary directory]. Launchers of
+    /// different replicas may share it. A record of an earlier run is removed if all replicas of the job are started here.
     #[arg(long, value_name = "DIR")]
     run_dir: Option<PathBuf>,
-    /// Where a lighthouse that is started here listens; 0.0.0.0 lets other machines in, port 0 takes a free one.
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "HOST:PORT")]
-    lighthouse_bind: String,
-    /// The least number of replicas that may go on, for a lighthouse that is started here; with fewer the job waits.
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    min_replicas: u32,
+    /// Where a lighthouse that is started here listens; 0.0.0.0 lets other machines in, port 0 takes a free one [default: 127.0.0.1:0].
+    #[arg(long, value_name = "HOST:PORT")]
+    lighthouse_bind: Option<String>,
+    /// The least number of replicas that may go on, for a lighthouse that is started here; with fewer the job waits [default: 1]. With --rendezvous
+    /// that of node 0 counts.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    min_replicas: Option<u32>,
     /// Keep what the processes write in their logs only. Without it their lines come out here too, each with its replica and rank.
     #[arg(long)]
     quiet: bool,
@@ -141,6 +144,7 @@ const COMMITS: Duration = Duration::from_secs(10);
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let replicas = arguments.replicas;
     let place = place(&arguments)?;
+    without_effect(&arguments)?;
     let (program, program_arguments) = arguments
         .program
         .split_first()
@@ -166,7 +170,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         }
     };
     let own = |bind: String, host: Option<&str>| {
-        let (least, first) = (arguments.min_replicas, place.total_replicas);
+        let (least, first) = (arguments.min_replicas.unwrap_or(1), place.total_replicas);
         let mut options = vec![
             format!("--min-replicas={least}"),
             format!("--initial-replicas={first}"),
@@ -195,7 +199,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             }
             LighthouseSource::External(url)
         }
-        (None, None) => own(arguments.lighthouse_bind, None)?,
+        (None, None) => own(
+            arguments
+                .lighthouse_bind
+                .unwrap_or_else(|| "127.0.0.1:0".to_owned()),
+            None,
+        )?,
     };
     let run_dir = match arguments.run_dir {
         Some(dir) => dir,
@@ -313,6 +322,29 @@ fn place(arguments: &Arguments) -> Result<Place> {
         },
         node: None,
     })
+}
+
+/// Options for a lighthouse that is started here do nothing beside one that is given.
+///
+/// Errors: `InvalidArgument` if that one is given on the command line. A variable of the environment is not meant for one command, so of that it is only
+/// said.
+fn without_effect(arguments: &Arguments) -> Result<()> {
+    let Some(url) = &arguments.lighthouse else {
+        return Ok(());
+    };
+    let given = [
+        ("--lighthouse-bind", arguments.lighthouse_bind.is_some()),
+        ("--min-replicas", arguments.min_replicas.is_some()),
+    ];
+    let Some((option, _)) = given.into_iter().find(|(_, given)| *given) else {
+        return Ok(());
+    };
+    let text = format!("{option} is for a lighthouse that is started here, and the job has one at {url}");
+    if std::env::var("OXCCL_LIGHTHOUSE").is_ok_and(|said| said == *url) {
+        say!("oxccl: {text} (OXCCL_LIGHTHOUSE): it does nothing");
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{text}; give it to that one")))
 }
 
 /// A lighthouse with these options, kept by the supervisor.

@@ -313,6 +313,15 @@ impl Member {
         }
         Ok(others_run)
     }
+
+    /// Says that this node has ended, if its number is still this process's: another one may have taken its place.
+    fn tell_end(&self) -> Result<()> {
+        let (node, deadline) = (self.node.node, deadline_in(BEAT));
+        if self.store.get(&format!("{node}/who"), deadline)? != self.me.as_bytes() {
+            return Ok(());
+        }
+        self.store.set(&format!("{node}/ended"), b"1", deadline)
+    }
 }
 
 /// The thread `ox-rendezvous`: beats until it is told to end, and says when the answer to "does another node run" changes.
@@ -339,12 +348,8 @@ fn beat(member: &Mutex<Member>, ends: &Receiver<()>, others: &Sender<bool>) {
             break;
         }
     }
-    let member = lock(member);
     // Node 0's own store ends with it.
-    let told = member
-        .store
-        .set(&format!("{}/ended", member.node.node), b"1", deadline_in(BEAT));
-    if let Err(e) = told {
+    if let Err(e) = lock(member).tell_end() {
         tracing::debug!("the rendezvous was not told that this node has ended: {e}");
     }
 }
@@ -382,7 +387,37 @@ fn all_there(node: Node, store: &PrefixStore, deadline: Instant) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use oxccl::core::InMemoryStore;
+
     use super::*;
+
+    #[test]
+    fn a_node_that_another_process_has_displaced_does_not_report_its_successor_as_ended() {
+        let store = Arc::new(InMemoryStore::new());
+        let soon = || deadline_in(Duration::from_secs(60));
+        let member = |me: &str| Member {
+            node: Node {
+                node: 1,
+                nodes: 2,
+                replicas: 1,
+                ranks: 1,
+            },
+            me: me.to_owned(),
+            store: PrefixStore::new(store.clone(), "nodes".to_owned()),
+            seen: BTreeMap::new(),
+        };
+        let (first, second) = (member("the first"), member("the second"));
+        let has_ended = || first.store.get("1/ended", soon()).unwrap() == b"1";
+        first.claim(soon()).unwrap();
+        first.tell_end().unwrap();
+        assert!(has_ended());
+        second.claim(soon()).unwrap();
+        assert!(!has_ended());
+        first.tell_end().unwrap();
+        assert!(!has_ended());
+        second.tell_end().unwrap();
+        assert!(has_ended());
+    }
 
     #[test]
     fn loopback_stays_loopback_and_anything_else_is_reached_by_others() {

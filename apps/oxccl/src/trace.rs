@@ -42,7 +42,7 @@ Examples:
 Exit codes of `merge`:
   0    the records agree
   1    a divergence: something differs, is missing, failed or does not end
-  2    a file cannot be read, or is no flight record
+  2    a file cannot be read or written, or is no flight record
 The others are those of `oxccl --help`.";
 
 /// Show and compare the flight records of a job's processes: which rank did something else than the others.
@@ -140,7 +140,7 @@ fn merged(arguments: &Merge) -> Result<ExitCode> {
     }
     if let Some(folder) = &arguments.torch {
         std::fs::create_dir_all(folder)
-            .map_err(|e| Error::io(format!("create the folder {}", folder.display()), e))?;
+            .map_err(|e| Error::invalid(format!("create the folder {}: {e}", folder.display())))?;
         for (name, contents) in torch::files(&records)? {
             put(&folder.join(name), &contents)?;
         }
@@ -153,8 +153,9 @@ fn merged(arguments: &Merge) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(verdict.diverged)))
 }
 
+/// As what is wrong with a file that is read: the exit code of a failed run would mean a divergence.
 fn put(path: &Path, contents: &[u8]) -> Result<()> {
-    std::fs::write(path, contents).map_err(|e| Error::io(format!("write {}", path.display()), e))
+    std::fs::write(path, contents).map_err(|e| Error::invalid(format!("write {}: {e}", path.display())))
 }
 
 fn told(records: &[Record], verdict: &merge::Verdict) -> String {

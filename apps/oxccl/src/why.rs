@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use oxccl::coordination::{LighthouseClient, Why};
-use oxccl::core::{Credentials, Result, deadline_in};
+use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
 use oxccl::identity::Party;
 
 use super::ExitCode;
@@ -57,13 +57,32 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let party = folder
         .map(|dir| Credentials::load(&dir).and_then(|c| Party::tool(&c)))
         .transpose()?;
-    let client = LighthouseClient::connect_as(party, &arguments.lighthouse, deadline)?;
-    let why = client.status(deadline)?.explain();
+    let status = LighthouseClient::connect_as(party, &arguments.lighthouse, deadline)
+        .and_then(|client| client.status(deadline))
+        .map_err(|e| no_answer(&arguments.lighthouse, e))?;
+    let why = status.explain();
     match arguments.json {
         true => crate::results::json(&why, "the answer")?,
         false => crate::results::write(&format!("{}\n", screen(&why).trim_end()))?,
     }
     Ok(ExitCode::from(u8::from(why.stuck)))
+}
+
+/// What is there and does not answer, or not as a lighthouse does, is as little a word of the job as what is not there: the exit code for that a job
+/// waits would be a lie.
+fn no_answer(url: &str, e: Error) -> Error {
+    match e.kind() {
+        // Told apart by their exit codes already: wrong arguments, and no lighthouse.
+        ErrorKind::InvalidArgument
+        | ErrorKind::NotFound
+        | ErrorKind::Unsupported
+        | ErrorKind::Unavailable
+        | ErrorKind::Conflict => e,
+        _ => {
+            let text = format!("no lighthouse answers at {url}: {}", e.message());
+            Error::new(ErrorKind::Unavailable, text).with_source(e)
+        }
+    }
 }
 
 fn screen(why: &Why) -> String {

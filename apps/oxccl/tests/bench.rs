@@ -207,6 +207,8 @@ fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known
             2,
             "cannot be used with",
         ),
+        (&["--sizes", "4", "--factor", "3"], 2, "cannot be used with"),
+        (&["--factor", "3"], 2, "--min"),
         (&["--ranks", "0"], 2, "1..=64"),
         (&["--ranks", "65"], 2, "1..=64"),
         (&["--iters", "0"], 2, "--iters"),

@@ -97,6 +97,23 @@ fn a_wrong_command_line_is_exit_code_2() {
 }
 
 #[test]
+fn options_for_a_lighthouse_of_ones_own_are_not_dropped_without_a_word_beside_a_given_one() {
+    let (_listener, url) = listening();
+    for option in [["--min-replicas", "2"], ["--lighthouse-bind", "127.0.0.1:0"]] {
+        let mut command = oxccl(&["launch", "--lighthouse", &url]);
+        let (code, _, err) = text(&command.args(option).args(["--", "false"]).output().unwrap());
+        assert_eq!(code, Some(2), "{err}");
+        assert!(err.contains(option[0]) && err.contains(&url), "{err}");
+        // The environment of many commands does not make one fail.
+        let mut command = oxccl(&["launch"]);
+        command.env("OXCCL_LIGHTHOUSE", &url).args(option);
+        let (code, _, err) = text(&command.args(["--", "true"]).output().unwrap());
+        assert_eq!(code, Some(0), "{err}");
+        assert!(err.contains(option[0]) && err.contains("does nothing"), "{err}");
+    }
+}
+
+#[test]
 fn a_lighthouse_that_is_not_there_is_named_before_anything_starts() {
     let (listener, url) = listening();
     drop(listener);

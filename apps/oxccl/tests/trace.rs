@@ -309,6 +309,16 @@ fn a_run_that_went_well_agrees_and_is_written_for_other_tools() {
 }
 
 #[test]
+fn what_cannot_be_written_is_no_divergence() {
+    let folder = run("well");
+    for what in ["--chrome", "--torch"] {
+        let (code, text) = merged(folder.path(), &[what, "/proc/nowhere/x"]);
+        assert_eq!(code, Some(2), "{text}");
+        assert!(text.contains("/proc/nowhere/x"), "{text}");
+    }
+}
+
+#[test]
 fn what_is_no_record_is_named_with_exit_code_2() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("other.json");

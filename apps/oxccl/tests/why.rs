@@ -1,6 +1,7 @@
 //! `oxccl why` of real lighthouses: what a job waits for, on whom, and what would free it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::io::{Read as _, Write as _};
 use std::process::Command;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -305,5 +306,26 @@ fn of_several_lighthouses_one_that_is_gone_is_passed_over_and_none_at_all_is_exi
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains("no replica has asked for a quorum"), "{text}");
     let (code, text) = why(&["--timeout-s", "1", &gone]);
+    assert_eq!(code, Some(3), "{text}");
+}
+
+#[test]
+fn what_listens_and_is_silent_or_is_no_lighthouse_is_no_job_that_waits() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", silent.local_addr().unwrap());
+    let (code, text) = why(&["--timeout-s", "1", &url]);
+    assert_eq!(code, Some(3), "{text}");
+    assert!(text.contains(&url), "{text}");
+    // A page that is not a lighthouse's.
+    let foreign = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", foreign.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in foreign.incoming().map_while(Result::ok) {
+            let mut stream: std::net::TcpStream = stream;
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n");
+        }
+    });
+    let (code, text) = why(&["--timeout-s", "2", &url]);
     assert_eq!(code, Some(3), "{text}");
 }

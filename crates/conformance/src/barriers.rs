@@ -19,7 +19,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
         all.push(all_come.sharing());
     }
     for &world in worlds.or(&[3, 4]) {
-        let monitored = [Needs::Op(OpKind::MonitoredBarrier)];
+        let monitored = [Needs::Op(OpKind::MonitoredBarrier), Needs::Op(OpKind::Barrier)];
         all.push(Case::new(
             "monitored_barrier::names_the_missing_ranks_on_every_rank",
             world,

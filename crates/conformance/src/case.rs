@@ -24,8 +24,14 @@ pub enum Needs {
     Reduce(ReduceOp),
     /// All-reduces that sum i64, i32, f32 or f64, whichever it is.
     Sum,
+    /// At least one of these dtypes with that reduction.
+    ReducesOneOf(ReduceOp, &'static [DType]),
     /// That dtype can be moved.
     Moves(DType),
+    /// At least one of these dtypes can be moved.
+    MovesOneOf(&'static [DType]),
+    /// At least one of these operations.
+    OneOf(&'static [OpKind]),
     /// Sums of [`Sum`](Self::Sum)'s dtype and of another one.
     OtherSum,
     /// Sums and another reduction of [`Sum`](Self::Sum)'s dtype.
@@ -52,6 +58,11 @@ pub(crate) fn other_reduction(capabilities: &Capabilities) -> Option<ReduceOp> {
     let dtype = summed(capabilities, DType::F32)?;
     let others = [ReduceOp::Max, ReduceOp::Min, ReduceOp::Product, ReduceOp::Avg];
     others.into_iter().find(|op| capabilities.reduces(*op, dtype))
+}
+
+fn named(all: &[impl ToString]) -> String {
+    let names: Vec<String> = all.iter().map(ToString::to_string).collect();
+    names.join(", ")
 }
 
 type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
@@ -127,6 +138,14 @@ impl Case {
                 .iter()
                 .all(|d| !capabilities.reduces(*op, *d))
                 .then(|| format!("no dtype is advertised for {op}")),
+            Needs::ReducesOneOf(op, dtypes) => dtypes
+                .iter()
+                .all(|d| !capabilities.reduces(*op, *d))
+                .then(|| format!("{op} is advertised for none of {}", named(dtypes))),
+            Needs::OneOf(ops) => ops
+                .iter()
+                .all(|op| !capabilities.ops.contains(*op))
+                .then(|| format!("none of {} is advertised", named(ops))),
             Needs::Sum => {
                 let reduces = capabilities.ops.contains(OpKind::AllReduce);
                 let dtype = summed(capabilities, DType::F32).filter(|_| reduces);
@@ -137,6 +156,10 @@ impl Case {
             Needs::Moves(dtype) => {
                 (!capabilities.moves.contains(*dtype)).then(|| format!("{dtype} is not moved"))
             }
+            Needs::MovesOneOf(dtypes) => dtypes
+                .iter()
+                .all(|d| !capabilities.moves.contains(*d))
+                .then(|| format!("none of {} is moved", named(dtypes))),
             Needs::OtherSum => other_sum(capabilities)
                 .is_none()
                 .then(|| "sums of two dtypes are not advertised".to_string()),

@@ -10,13 +10,19 @@ use crate::oracle::{self, Expected, Inputs, check_pattern, pattern, rounded_to};
 use crate::{Failure, Needs, Outcome, Rank};
 
 const REALS: [DType; 2] = [DType::F32, DType::F64];
+/// What moves numbers here.
+const MOVERS: [OpKind; 3] = [OpKind::Broadcast, OpKind::AllGatherInto, OpKind::AllToAllInto];
 /// Numbers, of which each is two elements.
 const NUMBERS: [usize; 4] = [0, 1, 17, 2050];
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let mut all = Vec::new();
     for &world in worlds.or(&[1, 2, 3]) {
-        let sums = [Needs::Op(OpKind::AllReduce), Needs::Reduce(ReduceOp::Sum)];
+        let sums = [
+            Needs::Op(OpKind::AllReduce),
+            Needs::ReducesOneOf(ReduceOp::Sum, &REALS),
+        ];
+        let moves = [Needs::OneOf(&MOVERS), Needs::MovesOneOf(&REALS)];
         all.extend([
             Case::new(
                 "complex::sums_and_averages_are_those_of_the_parts",
@@ -24,11 +30,11 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                 &sums,
                 sums_and_averages,
             ),
-            Case::new("complex::numbers_are_moved_as_they_are", world, &[], moved),
+            Case::new("complex::numbers_are_moved_as_they_are", world, &moves, moved),
             Case::new(
                 "complex::what_is_not_right_by_parts_is_refused",
                 world,
-                &[],
+                &[Needs::MovesOneOf(&REALS)],
                 not_by_parts,
             ),
         ]);

@@ -65,3 +65,13 @@ macro_rules! ensure {
         }
     };
 }
+
+/// Fails unless that many tensors came back: one that is missing has no contents that would be wrong.
+pub(crate) fn came_back(tensors: &[Tensor], given: usize) -> Outcome {
+    ensure!(
+        tensors.len() == given,
+        "{} tensors came back, expected {given}",
+        tensors.len()
+    );
+    Ok(())
+}

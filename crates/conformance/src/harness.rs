@@ -5,8 +5,7 @@
 //! start, those of the cases that can share them live on (`lasting`, `living`).
 
 use std::ffi::OsString;
-use std::io::Read;
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -21,6 +20,7 @@ use crate::credentials::{credentials, forget};
 use crate::failure::verdict;
 use crate::lasting::{self, Place, side_by_side};
 use crate::report::Verdict;
+use crate::running::Running;
 use crate::suite::{cases_at, named};
 use crate::{Case, Failure, Needs, Outcome, Rank, Worlds, living};
 
@@ -169,35 +169,6 @@ impl Harness for Threads {
     }
 }
 
-/// A running process rank; killed if the harness gives up on it.
-pub(crate) struct Running {
-    pub(crate) rank: u32,
-    pub(crate) child: Child,
-}
-
-impl Running {
-    /// How it ended, or why that is not known.
-    pub(crate) fn wait(&mut self, until: Instant) -> std::result::Result<ExitStatus, String> {
-        loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => return Ok(status),
-                Ok(None) if Instant::now() >= until => return Err("did not end in time".to_string()),
-                Ok(None) => std::thread::sleep(Duration::from_millis(3)),
-                Err(e) => return Err(format!("cannot be waited for: {e}")),
-            }
-        }
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        if let Ok(None) = self.child.try_wait() {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-        }
-    }
-}
-
 /// How rank `rank` is started for `case`.
 pub(crate) fn command(
     again: &[OsString],
@@ -253,10 +224,8 @@ impl Harness for Processes {
         let server = server()?;
         let mut ranks = Vec::new();
         for rank in 0..case.world {
-            let child = command(&self.again, &case.name, rank, case.world, &server)?
-                .spawn()
-                .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;
-            ranks.push(Running { rank, child });
+            let command = command(&self.again, &case.name, rank, case.world, &server)?;
+            ranks.push(Running::start(rank, command)?);
         }
         let until = deadline_in(TIME_LIMIT);
         let mut failures = Vec::new();
@@ -274,20 +243,14 @@ fn finish(running: &mut Running, case: &Case, until: Instant) -> Option<String> 
     use std::os::unix::process::ExitStatusExt;
     let status = match running.wait(until) {
         Ok(status) => status,
-        Err(why) => return Some(why),
+        Err(why) => return Some(running.said(why)),
     };
-    let killed = status.signal() == Some(9);
     if case.killed == Some(running.rank) {
-        return (!killed).then(|| format!("should have been killed, but ended with {status}"));
+        let killed = status.signal() == Some(9);
+        return (!killed)
+            .then(|| running.said(format_args!("should have been killed, but ended with {status}")));
     }
-    if status.success() {
-        return None;
-    }
-    let mut text = String::new();
-    if let Some(mut stderr) = running.child.stderr.take() {
-        let _ = stderr.read_to_string(&mut text);
-    }
-    Some(format!("{status}: {}", text.trim()))
+    (!status.success()).then(|| running.said(status))
 }
 
 /// The store at which process ranks meet.

@@ -45,6 +45,7 @@ mod oracle;
 mod probe;
 mod reductions;
 mod report;
+mod running;
 mod sizes;
 mod staged;
 mod streams;

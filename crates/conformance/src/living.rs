@@ -2,9 +2,9 @@
 //! input; verdicts come back through the store, since libraries print to standard output.
 
 use std::ffi::OsString;
-use std::io::{BufRead, Read, Write};
+use std::io::{BufRead, Write};
 use std::process::{ChildStdin, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Device, Store, TcpStore, TcpStoreServer, deadline_in};
@@ -12,8 +12,9 @@ use ftcore::{Device, Store, TcpStore, TcpStoreServer, deadline_in};
 use crate::case::MakeOn;
 use crate::credentials::credentials;
 use crate::failure::verdict;
-use crate::harness::{LASTING, Running, TIME_LIMIT, command, server, store_of_parent, variable};
+use crate::harness::{LASTING, TIME_LIMIT, command, server, store_of_parent, variable};
 use crate::lasting::{Member, Ranks};
+use crate::running::Running;
 use crate::suite::named;
 use crate::{Case, Failure, Outcome};
 
@@ -21,14 +22,11 @@ use crate::{Case, Failure, Outcome};
 const LOOK: Duration = Duration::from_millis(100);
 /// What ranks get to end after the last case.
 const END: Duration = Duration::from_secs(30);
-/// As much of what a rank prints is kept for messages.
-const NOISE: usize = 16 << 10;
 
-/// A rank's process, what it reads and what it printed.
+/// A rank's process, and what it reads.
 struct Living {
     running: Running,
     orders: Option<ChildStdin>,
-    noise: Arc<Mutex<Vec<u8>>>,
 }
 
 /// Ranks as processes that live on.
@@ -46,26 +44,11 @@ impl Processes {
         let server = server()?;
         let ranks = (0..world)
             .map(|rank| {
-                let mut child = command(again, LASTING, rank, world, &server)?
-                    .stdin(Stdio::piped())
-                    .spawn()
-                    .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;
-                let orders = child.stdin.take();
-                let noise = Arc::default();
-                if let Some(stderr) = child.stderr.take() {
-                    let noise = Arc::clone(&noise);
-                    // Ends with the process.
-                    std::thread::Builder::new()
-                        .name(format!("ox-noise-{rank}"))
-                        .spawn(move || collect(stderr, &noise))
-                        .map_err(|e| Failure::new(format!("cannot start a thread: {e}")))?;
-                }
-                let running = Running { rank, child };
-                Ok(Living {
-                    running,
-                    orders,
-                    noise,
-                })
+                let mut command = command(again, LASTING, rank, world, &server)?;
+                command.stdin(Stdio::piped());
+                let mut running = Running::start(rank, command)?;
+                let orders = running.child.stdin.take();
+                Ok(Living { running, orders })
             })
             .collect::<Outcome<_>>()?;
         let address = format!("127.0.0.1:{}", server.port());
@@ -114,9 +97,9 @@ impl Ranks for Processes {
             };
             let rank = living.running.rank;
             Some(format!(
-                "after the last case of world {}, rank {rank}: {failure}: {}",
+                "after the last case of world {}, rank {rank}: {}",
                 self.world,
-                living.noise()
+                living.running.said(failure)
             ))
         });
         verdict(failures.collect())
@@ -135,36 +118,21 @@ impl Living {
                 Err(e) => return Some(format!("no verdict: {e}")),
             }
             match self.running.child.try_wait() {
-                Ok(Some(status)) => return Some(format!("{status}: {}", self.noise())),
+                Ok(Some(status)) => return Some(self.running.said(status)),
                 Ok(None) if Instant::now() >= until => {
-                    return Some(format!("no verdict within {} s", TIME_LIMIT.as_secs()));
+                    let seconds = TIME_LIMIT.as_secs();
+                    return Some(self.running.said(format_args!("no verdict within {seconds} s")));
                 }
                 Ok(None) => {}
                 Err(e) => return Some(format!("cannot be waited for: {e}")),
             }
         }
     }
-
-    fn noise(&self) -> String {
-        let noise = self.noise.lock().unwrap_or_else(PoisonError::into_inner);
-        String::from_utf8_lossy(&noise).trim().to_string()
-    }
 }
 
 /// Where a rank's verdict of its `number`th case is found.
 fn key(number: u64, rank: u32) -> String {
     format!("verdict/{number}/{rank}")
-}
-
-/// Takes what the process prints, so that its pipe never fills.
-fn collect(mut from: impl Read, into: &Mutex<Vec<u8>>) {
-    let mut piece = [0u8; 4096];
-    while let Ok(n @ 1..) = from.read(&mut piece) {
-        let mut kept = into.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.extend(piece.iter().take(n));
-        let surplus = kept.len().saturating_sub(NOISE);
-        kept.drain(..surplus);
-    }
 }
 
 /// The rank's side: joins the group, then runs what it is told to until its standard input is closed.

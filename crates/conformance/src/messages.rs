@@ -3,6 +3,7 @@
 use ftcore::{Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
 use crate::case::{Case, Worlds};
+use crate::failure::came_back;
 use crate::oracle::{check_pattern, pattern};
 use crate::probe::Probe;
 use crate::sizes::{LARGE, SIZES};
@@ -295,7 +296,9 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
             ops.extend([send, receive]);
         }
     }
+    let given = ops.len();
     let tensors = group.batch(ops)?.take()?.tensors;
+    came_back(&tensors, given)?;
     for (pair, step) in tensors.chunks_exact(2).zip(1..) {
         let [first, second] = pair else { continue };
         let (sent, received) = if rank.rank.is_multiple_of(2) {

@@ -3,7 +3,9 @@
 use ftcore::{DType, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
 use crate::case::{Case, Worlds};
+use crate::failure::came_back;
 use crate::oracle::{check_pattern, pattern};
+use crate::probe::moved;
 use crate::sizes::{LARGE, sizes};
 use crate::{Failure, Needs, Outcome, Rank};
 
@@ -38,7 +40,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                         body(rank, group.as_ref(), dtype, count)?;
                     }
                 }
-                body(rank, group.as_ref(), DType::F32, LARGE)
+                body(rank, group.as_ref(), moved(group.capabilities()), LARGE)
             }));
         }
         all.push(Case::new(
@@ -67,7 +69,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
         all.push(Case::new(
             "broadcast::l16_moved_bools_are_canonical",
             world,
-            &[Needs::Op(OpKind::Broadcast)],
+            &[Needs::Op(OpKind::Broadcast), Needs::Moves(DType::Bool)],
             canonical_bools,
         ));
     }
@@ -106,24 +108,29 @@ fn roots(rank: &Rank, count: usize) -> std::ops::Range<u32> {
 fn broadcast(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
     for root in roots(rank, count) {
         let work = group.broadcast(pattern(dtype, rank.rank, count), root)?;
-        check_pattern("broadcast", dtype, work.take_tensor()?.bytes(), root, 0)?;
+        let result = work.take_tensor()?;
+        ensure!(
+            result.count() == count,
+            "{} elements came back of {count}",
+            result.count()
+        );
+        check_pattern("broadcast", dtype, result.bytes(), root, 0)?;
     }
     Ok(())
 }
 
 fn broadcast_coalesced(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    let dtype = moved(group.capabilities());
     let counts = [5usize, 0, 3000, 1];
     for root in 0..rank.world {
-        let tensors = counts
-            .iter()
-            .map(|&n| pattern(DType::I32, rank.rank, n))
-            .collect();
+        let tensors = counts.iter().map(|&n| pattern(dtype, rank.rank, n)).collect();
         let op = ftcore::Collective::Broadcast { tensors, root };
         let results = group.run(op, Default::default())?.take()?.tensors;
+        came_back(&results, counts.len())?;
         for (result, count) in results.iter().zip(counts) {
             ensure!(result.count() == count, "the tensors came back in another order");
-            check_pattern("broadcast", DType::I32, result.bytes(), root, 0)?;
+            check_pattern("broadcast", dtype, result.bytes(), root, 0)?;
         }
     }
     Ok(())
@@ -132,14 +139,12 @@ fn broadcast_coalesced(rank: &Rank) -> Outcome {
 /// A peer could send any byte as a bool; what arrives is 0 or 1.
 fn canonical_bools(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    if !group.capabilities().moves.contains(DType::Bool) {
-        return Ok(());
-    }
     let mut tensor = Tensor::zeros(DType::Bool, 600);
     for (i, b) in tensor.bytes_mut().iter_mut().enumerate() {
         *b = (i % 7) as u8;
     }
     let result = group.broadcast(tensor, 0)?.take_tensor()?;
+    ensure!(result.count() == 600, "{} bools came back of 600", result.count());
     for (i, b) in result.bytes().iter().enumerate() {
         let want = u8::from(i % 7 != 0);
         ensure!(*b == want, "bool {i} arrived as {b}, expected {want}");
@@ -151,6 +156,7 @@ fn all_gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
     let lengths = uneven(rank.world, count);
     let input = pattern(dtype, rank.rank, of(&lengths, rank.rank));
     let tensors = group.all_gather(input, zeros(dtype, &lengths))?.take()?.tensors;
+    came_back(&tensors, 1 + lengths.len())?;
     let (input, outputs) = tensors
         .split_first()
         .ok_or_else(|| Failure::new("nothing came back"))?;
@@ -166,7 +172,7 @@ fn all_gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
 fn all_gather_coalesced(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let lengths: Vec<Vec<usize>> = [5usize, 3000, 1].map(|n| uneven(rank.world, n)).into();
-    let dtype = DType::F32;
+    let dtype = moved(group.capabilities());
     let inputs = || -> Vec<Tensor> {
         let mine = lengths.iter().map(|list| of(list, rank.rank));
         mine.map(|n| pattern(dtype, rank.rank, n)).collect()
@@ -199,7 +205,7 @@ fn all_gather_coalesced(rank: &Rank) -> Outcome {
         .all_gather_coalesced(inputs(), outputs(), Default::default())
         .map_err(|failed| failed.error)?;
     let tensors = work.take()?.tensors;
-    ensure!(tensors.len() == given, "{} tensors came back", tensors.len());
+    came_back(&tensors, given)?;
     for (list, lengths) in tensors.chunks_exact(1 + rank.world as usize).zip(&lengths) {
         for (output, r) in list.iter().skip(1).zip(0..) {
             ensure!(output.count() == of(lengths, r), "output {r} has another length");
@@ -218,12 +224,10 @@ fn all_gather_into(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: u
         .map(|&n| (pattern(dtype, rank.rank, n), Tensor::zeros(dtype, n * world)))
         .collect();
     let tensors = group.all_gather_into_coalesced(pairs)?.take()?.tensors;
+    came_back(&tensors, 4)?;
     for (pair, n) in tensors.chunks_exact(2).zip(counts) {
         let [_, output] = pair else { continue };
-        let part = n * dtype.size();
-        for (r, bytes) in output.bytes().chunks(part.max(1)).enumerate() {
-            check_pattern("all_gather_into", dtype, bytes, r as u32, 0)?;
-        }
+        check_gathered("all_gather_into", rank, dtype, n, output)?;
     }
     Ok(())
 }
@@ -256,7 +260,7 @@ fn all_gather_in_place(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, coun
     let counts = [count, count / 2 + 1];
     let tensors = counts.map(|n| own_part_filled(rank, dtype, n)).into();
     let tensors = group.all_gather_in_place_coalesced(tensors)?.take()?.tensors;
-    ensure!(tensors.len() == 2, "{} tensors came back", tensors.len());
+    came_back(&tensors, 2)?;
     for (tensor, n) in tensors.iter().zip(counts) {
         check_gathered("all_gather_in_place", rank, dtype, n, tensor)?;
     }
@@ -294,19 +298,16 @@ fn gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> 
             Vec::new()
         };
         let tensors = group.gather(input, outputs, root)?.take()?.tensors;
-        for (output, r) in tensors.iter().skip(1).zip(0..) {
-            check_pattern("gather", dtype, output.bytes(), r, 0)?;
-        }
         let want = if rank.rank == root {
             1 + rank.world as usize
         } else {
             1
         };
-        ensure!(
-            tensors.len() == want,
-            "{} tensors came back, expected {want}",
-            tensors.len()
-        );
+        came_back(&tensors, want)?;
+        for (output, r) in tensors.iter().skip(1).zip(0..) {
+            ensure!(output.count() == of(&lengths, r), "output {r} has another length");
+            check_pattern("gather", dtype, output.bytes(), r, 0)?;
+        }
     }
     Ok(())
 }
@@ -324,6 +325,10 @@ fn scatter(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) ->
         };
         let output = Tensor::zeros(dtype, of(&lengths, rank.rank));
         let result = group.scatter(inputs, output, root)?.take_tensor()?;
+        ensure!(
+            result.count() == of(&lengths, rank.rank),
+            "the output has another length"
+        );
         check_pattern("scatter", dtype, result.bytes(), rank.rank + 10, 0)?;
     }
     Ok(())
@@ -348,6 +353,7 @@ fn all_to_all(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
         .map(|from| Tensor::zeros(dtype, amount(count, from, me)))
         .collect();
     let tensors = group.all_to_all(inputs, outputs)?.take()?.tensors;
+    came_back(&tensors, 2 * rank.world as usize)?;
     for (output, from) in tensors.iter().skip(rank.world as usize).zip(0..) {
         ensure!(
             output.count() == amount(count, from, me),

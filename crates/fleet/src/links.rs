@@ -277,6 +277,34 @@ impl Links {
         self.between(from, to).payload(self.connections)
     }
 
+    /// What the slowest host and the slowest pair of hosts leave, as payload: between any two hosts it is at least that.
+    pub(crate) fn slowest(&self) -> Rate {
+        let of_hosts = (0..self.hosts.len()).map(|host| self.of_host(host));
+        let named = self.pairs.keys().filter(|(from, to)| from != to);
+        let of_named = named.clone().map(|&(from, to)| self.of_pair(from, to));
+        // Of the pairs without a link of their own, which are too many to go through: those of one site, and those of two.
+        let mut at_sites: BTreeMap<Option<&str>, usize> = BTreeMap::new();
+        for host in &self.hosts {
+            let site = self.between_sites.and(host.site.as_deref());
+            *at_sites.entry(site).or_default() += 1;
+        }
+        let pairs_of = |hosts: usize| hosts * (hosts - 1);
+        let near: usize = at_sites.values().copied().map(pairs_of).sum();
+        let far = pairs_of(self.hosts.len()) - near;
+        let site = |host: usize| self.hosts.get(host).and_then(|h| h.site.as_deref());
+        let is_near = |(from, to): &(usize, usize)| self.between_sites.is_none() || site(*from) == site(*to);
+        let named_near = named.clone().filter(|pair| is_near(pair)).count();
+        let others = [
+            (near > named_near).then_some(self.between),
+            self.between_sites.filter(|_| far > named.count() - named_near),
+        ];
+        let of_others = others.iter().flatten().map(|link| link.payload(self.connections));
+        let rates = of_hosts.chain(of_named).chain(of_others);
+        rates
+            .reduce(Rate::min)
+            .unwrap_or_else(|| self.between.payload(self.connections))
+    }
+
     /// True if no host and no pair of these differs from another one in what concerns time.
     pub(crate) fn is_uniform(&self, hosts: &[usize]) -> bool {
         let site = |h: &Host| self.between_sites.and_then(|_| h.site.clone());
@@ -372,6 +400,29 @@ mod tests {
         // 1,448 bytes each 60 ms, times 38.7.
         let under_loss = links.of_pair(1, 2).bits_per_second();
         assert!((7.4e6..7.6e6).contains(&under_loss), "{under_loss}");
+    }
+
+    #[test]
+    fn the_slowest_way_is_that_of_the_slowest_host_or_pair() {
+        let mbits = |text: &str| {
+            let links = Links::from_json(text).unwrap();
+            (links.slowest().bits_per_second() / PAYLOAD / 1e6).round()
+        };
+        // The rate under loss, as above; without loss the rate of the link; without the link that between sites.
+        assert_eq!(mbits(TWO_SITES), 8.0);
+        let clean = TWO_SITES.replace(", \"loss\": 0.001", "");
+        assert_eq!(mbits(&clean), 200.0);
+        assert_eq!(mbits(&clean.replace("200mbit", "20gbit")), 1000.0);
+        // The first host's own, however fast the others are.
+        let own = |rate: &str| clean.replace("\"25gbit\"", rate).replace("200mbit", "20gbit");
+        assert_eq!(mbits(&own("\"300mbit\"")), 300.0);
+        // Links within sites count only where a site has two hosts.
+        let slow_within = own("\"25gbit\"").replace("\"10gbit\"", "\"50mbit\"");
+        let alone = slow_within
+            .replace("\"count\": 2, ", "")
+            .replace("\"a\"", "\"a1\"")
+            .replace("\"ranks\": 4,", "\"ranks\": 4, \"rate\": \"25gbit\",");
+        assert_eq!((mbits(&slow_within), mbits(&alone)), (50.0, 20_000.0));
     }
 
     #[test]

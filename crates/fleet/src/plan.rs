@@ -12,7 +12,7 @@ use crate::cost::{Cost, Costs, Group};
 use crate::links::Links;
 use crate::method::{Buckets, Format, LARGEST_BUCKET, Method, Round, Workload, rounds};
 use crate::simulate::{Fleet, lighthouse_call};
-use crate::units::{Bytes, Rate, Seconds};
+use crate::units::{Bytes, Seconds};
 
 /// Inner steps between two exchanges that papers trained with: 2501.18512 has 30 and 100, 2311.08105 has 500.
 const SYNC_EVERY: [u64; 3] = [30, 100, 500];
@@ -383,7 +383,6 @@ fn estimate(
             delay,
         } => (sync_every, fragments, delay),
     };
-    let slowest = links.of_pair(0, links.hosts().len().saturating_sub(1));
     let state = Bytes(job.parameters.saturating_mul(u64::from(job.failures.state)));
     let fleet = Fleet {
         replicas,
@@ -395,7 +394,7 @@ fn estimate(
         restart: job.failures.restart,
         notice: job.failures.notice,
         reconnect: job.failures.reconnect,
-        heal: transfer(slowest, state),
+        heal: links.slowest().time(state),
         call: None,
         rounds: 1000,
         seed: 1,
@@ -430,10 +429,6 @@ fn estimate(
         as_one: Seconds::ZERO,
         fleet,
     }
-}
-
-fn transfer(rate: Rate, bytes: Bytes) -> Seconds {
-    rate.time(bytes)
 }
 
 /// What deaths leave. One in a reduction costs all replicas that reduction; the rounds in which a replica goes or comes cost a new epoch each, and those

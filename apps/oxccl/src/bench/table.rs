@@ -75,14 +75,18 @@ pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times], before: &[Line]) -> R
 
 /// How long `row` takes if its bytes travel as fast as those of the all_reduce of its size among `before`, in microseconds.
 fn implied(plan: &Plan, row: Row, before: &[Line]) -> Option<f64> {
-    // An operation with parts may have been rounded up to whole ones.
+    // An operation with parts may have been rounded up to whole ones; of small sizes several are as near as that.
     let most = u64::from(plan.ranks) * plan.dtype().ok()?.size() as u64;
     let same = |l: &&Line| l.op == Op::AllReduce.name() && row.bytes.abs_diff(l.bytes) < most;
     let own = Op::AllReduce.bus_factor(plan.ranks);
     if row.op == Op::AllReduce || row.bytes == 0 || own <= 0.0 {
         return None;
     }
-    let all_reduce = before.iter().find(same).filter(|l| l.busbw > 0.0)?;
+    let nearest = before
+        .iter()
+        .filter(same)
+        .min_by_key(|l| row.bytes.abs_diff(l.bytes));
+    let all_reduce = nearest.filter(|l| l.busbw > 0.0)?;
     // busbw counts what the links carry: in GB/s, that is thousands of bytes per microsecond.
     Some(row.bytes as f64 * row.op.bus_factor(plan.ranks) / all_reduce.busbw / 1000.0)
 }
@@ -191,6 +195,10 @@ mod tests {
         // Rounded up to whole parts, it is still the same size.
         near(of(Op::AllToAllInto, 4008, 15), 4000.0 / 4008.0);
         assert_eq!(of(Op::AllGatherInto, 16_000, 15), None);
+        // Of sizes that differ by less than a part for each rank, it is the nearest.
+        let small = [4, 8, 16].map(|bytes| took(row(Op::AllReduce, bytes), 32 + bytes, &[]));
+        let of_small = took(row(Op::AllGatherInto, 16), 24, &small).of_implied;
+        near(of_small, 1.0);
         assert_eq!(before[1].of_implied, None);
         assert_eq!(of(Op::Barrier, 0, 5), None);
     }

@@ -97,6 +97,21 @@ fn the_formula_for_deaths_is_near_what_the_simulation_plays() {
 }
 
 #[test]
+fn a_state_is_healed_over_the_slowest_link_wherever_that_is() {
+    let links = Links::from_json(
+        r#"{
+        "hosts": [{"name": "a"}, {"name": "slow", "rate": "100mbit"}, {"name": "c"}],
+        "local": {"rate": "400gbit"}, "between": {"rate": "10gbit", "delay": "50us"}
+    }"#,
+    )
+    .unwrap();
+    let plan = plan(&links, &job(1_000_000, 1.0, Some(3600.0))).unwrap();
+    // 16 MB at 95.6 % of 100 Mbit/s.
+    let heal = plan.best().unwrap().fleet.heal.get();
+    assert!((1.3..1.4).contains(&heal), "{heal}");
+}
+
+#[test]
 fn jobs_that_make_no_sense_are_refused_with_what_to_give() {
     let links = Links::uniform(
         2,
