@@ -82,10 +82,7 @@ pub(crate) fn capabilities(
                 "all_gather_in_place, reduce_scatter_in_place",
                 "NCCL's own: the part's address says so",
             ),
-            (
-                "gather, scatter, all_to_all",
-                "grouped sends and receives; native where parts lie side by side (2.28)",
-            ),
+            ("gather, scatter, all_to_all", "grouped sends and receives"),
             (
                 "min, max",
                 "floats are reduced as ordered integers, so that NaN wins (NCCL lets it lose)",

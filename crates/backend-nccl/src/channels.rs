@@ -99,11 +99,10 @@ pub(crate) fn send_off(
     let parcel = Arc::new(Parcel::new(list.len(), held, ticket));
     lock(&shared.channels.open).insert(number, parcel.clone());
     for (key, span, dtype) in list {
-        let bytes = span.bytes();
-        shared.counters.add(
-            bytes * usize::from(key.outgoing),
-            bytes * usize::from(!key.outgoing),
-        );
+        let bytes = span.bytes() as u64;
+        shared
+            .counters
+            .add(bytes * u64::from(key.outgoing), bytes * u64::from(!key.outgoing));
         let message = Message {
             span,
             dtype,

@@ -47,7 +47,10 @@ pub(crate) fn start(shared: &Arc<Shared>, waiting: Receiver<Waiting>) -> Result<
 }
 
 fn enqueue(shared: &Arc<Shared>, one: Waiting, number: u64) {
-    let agreed = compare(shared, &one, number);
+    // Of a group that has failed none looks at the store: what is queued has its memory back before the grace is over.
+    let agreed = shared
+        .failure()
+        .map_or_else(|| compare(shared, &one, number), Err);
     let Waiting {
         held,
         contribute,

@@ -13,11 +13,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use ftcore::agreement::Agreement;
-use ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
+use ftcore::engine::{
+    Counters, Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket,
+};
 use ftcore::peers::{Meeting, Peers, ranks};
 use ftcore::{
-    Collective, Completion, Configuration, Error, ErrorKind, Event, OpKind, Result, Traffic, deadline_in,
-    time_left,
+    Collective, Completion, Configuration, Error, ErrorKind, Event, OpKind, Result, deadline_in, time_left,
 };
 
 use crate::channels::{self, Channels};
@@ -25,7 +26,7 @@ use crate::compared::{self, Waiting};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::CudaStream;
 use crate::options::Settings;
-use crate::raw::{Comm, Native};
+use crate::raw::Comm;
 use crate::{enqueue, threads};
 
 /// After a failure: how long the abort may take until callers are told without their memory and the group counts as ended. That of the
@@ -53,22 +54,6 @@ pub struct Call {
 impl Job for Call {
     fn into_op(self) -> Collective {
         self.op
-    }
-}
-
-/// Bytes over all configurations of a group.
-#[derive(Debug, Default)]
-pub(crate) struct Counters(Mutex<Traffic>);
-
-impl Counters {
-    pub(crate) fn add(&self, sent: usize, received: usize) {
-        let mut traffic = lock(&self.0);
-        traffic.sent += sent as u64;
-        traffic.received += received as u64;
-    }
-
-    pub(crate) fn traffic(&self) -> Traffic {
-        *lock(&self.0)
     }
 }
 
@@ -169,11 +154,6 @@ impl Shared {
     /// For the thread that enqueues.
     pub(crate) fn order(&self) -> MutexGuard<'_, ()> {
         lock(&self.order)
-    }
-
-    /// True if the library has that operation.
-    pub(crate) fn has(&self, native: Native) -> bool {
-        self.comm.has(native)
     }
 
     /// After a failure: ends the communicators and finds out what is free. May block for ever.

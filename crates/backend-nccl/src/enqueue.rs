@@ -230,8 +230,13 @@ impl Job<'_> {
     }
 
     /// What `op` on `d` means for NCCL.
-    fn plan(&self, op: ReduceOp, d: DType) -> Result<Reduction> {
+    fn plan(&self, op: ReduceOp, d: DType, contribute: bool) -> Result<Reduction> {
         let shared = self.shared;
+        // The zeros of a rank that abstains stay zeros: infinity would make NaN of them. Ranks may have different factors.
+        let op = match op {
+            ReduceOp::PremulSum(_) if !contribute => ReduceOp::PremulSum(1.0),
+            op => op,
+        };
         let simple = |op: RedOp, identity: u64| -> Result<Reduction> {
             Ok(Reduction {
                 wire: d,
@@ -352,7 +357,7 @@ impl Job<'_> {
         writes: bool,
         call: impl Fn(&Calls<'_>, &Reduction, Wire, StreamHandle) -> Result<()>,
     ) -> Result<()> {
-        let r = self.plan(op, d)?;
+        let r = self.plan(op, d, contribute)?;
         let mut wires = Vec::new();
         let mut finish: Finish = Vec::new();
         for (from, to, count) in spans {
@@ -375,8 +380,8 @@ impl Job<'_> {
                 to: wire_to,
                 count,
             });
-            let ring = count * d.size();
-            self.shared.counters.add(self.share(ring), self.share(ring));
+            let ring = self.share(count * d.size()) as u64;
+            self.shared.counters.add(ring, ring);
         }
         let done = self.counted(
             contribute,
@@ -428,7 +433,7 @@ impl Job<'_> {
         spans: Vec<(Span, Span, usize)>,
         own: usize,
     ) -> Result<()> {
-        let r = self.plan(op, d)?;
+        let r = self.plan(op, d, contribute)?;
         let keyed = matches!(r.before, Before::Key(_));
         let mut wires = Vec::new();
         let mut finish: Finish = Vec::new();
@@ -448,7 +453,8 @@ impl Job<'_> {
                 to: wire_to,
                 count,
             });
-            self.shared.counters.add(count * d.size() * usize::from(!mine), 0);
+            let sent = count * d.size() * usize::from(!mine);
+            self.shared.counters.add(sent as u64, 0);
         }
         let done = self.counted(
             contribute,

@@ -3,20 +3,20 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::engine::{Backend, Engine, Group, OnCallers};
+use ftcore::engine::{Backend, Counters, Engine, Group, OnCallers};
 use ftcore::lifecycle::Split;
 use ftcore::{
     Capabilities, Collective, Configuration, Device, DeviceKind, Error, ErrorKind, Event, GroupOptions,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, bounded, peers, wrong_device,
+    ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic, bounded, peers, wrong_device,
 };
 use nccl_sys::UniqueId;
 
 use crate::capability::capabilities;
 use crate::cuda::event::CudaEvent;
 use crate::cuda::gpu::Gpu;
-use crate::driver::{self, Call, Counters, Ingredients, NcclDriver};
+use crate::driver::{self, Call, Ingredients, NcclDriver};
 use crate::options::Settings;
-use crate::raw::{Comm, Nccl, Part, give_up, nccl};
+use crate::raw::{Comm, Nccl, Part, factor_in, give_up, nccl};
 use crate::split::split;
 use crate::threads;
 
@@ -47,7 +47,18 @@ enum Origin {
     /// A new one, by an id that rank 0 gives out.
     Id,
     /// Split off a parent.
-    Parent(Box<Comm>),
+    Parent(Unclaimed),
+}
+
+/// A communicator that no engine has yet. Given up if none is made of it, whichever step of a `configure` that prevents.
+struct Unclaimed(Option<Box<Comm>>);
+
+impl Drop for Unclaimed {
+    fn drop(&mut self) {
+        if let Some(comm) = self.0.take() {
+            comm.give_up();
+        }
+    }
 }
 
 impl NcclBackend {
@@ -65,22 +76,17 @@ impl NcclBackend {
             }
             _ => None,
         };
-        let mut meeting = match peers::meet(c, &terms, id.map(|id| id.0.to_vec())) {
-            Ok(meeting) => meeting,
-            Err(error) => {
-                if let Origin::Parent(comm) = origin {
-                    comm.give_up();
-                }
-                return Err(error);
-            }
-        };
+        let mut meeting = peers::meet(c, &terms, id.map(|id| id.0.to_vec()))?;
         let id = meeting
             .gift
             .take()
             .and_then(|id| id.try_into().ok())
             .map(UniqueId);
         let comm = match (origin, id) {
-            (Origin::Parent(comm), _) => Ok(*comm),
+            (Origin::Parent(mut child), _) => {
+                let gone = || Error::new(ErrorKind::Internal, "the child's communicator is taken");
+                child.0.take().map(|comm| *comm).ok_or_else(gone)
+            }
             (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
             (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
         };
@@ -154,6 +160,29 @@ fn settle(comm: &Comm, c: &Configuration, elsewhere: &dyn Fn() -> Option<Error>)
         ));
     }
     Ok(())
+}
+
+/// `InvalidArgument` for a factor that is another one in the type of the elements: NCCL takes it in that type, and would scale by infinity or
+/// by zero.
+fn factor_fits(op: &Collective) -> Result<()> {
+    let (Collective::AllReduce { op: reduction, .. }
+    | Collective::Reduce { op: reduction, .. }
+    | Collective::ReduceScatter { op: reduction, .. }
+    | Collective::ReduceScatterInto { op: reduction, .. }
+    | Collective::ReduceScatterInPlace { op: reduction, .. }) = op
+    else {
+        return Ok(());
+    };
+    let (ReduceOp::PremulSum(factor), Some(dtype)) = (*reduction, op.dtype()) else {
+        return Ok(());
+    };
+    let held = factor_in(factor, dtype);
+    if held.is_infinite() == factor.is_infinite() && (held == 0.0) == (factor == 0.0) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "premul_sum by {factor} of {dtype}: that type cannot hold the factor, which would be {held}"
+    )))
 }
 
 /// The event after which the inputs may be read; `None` if they are ready.
@@ -230,7 +259,7 @@ impl Backend for NcclBackend {
         let (Some(configuration), Some(comm)) = (agreed.child(deadline), comm) else {
             return Ok(None);
         };
-        let origin = Origin::Parent(Box::new(comm));
+        let origin = Origin::Parent(Unclaimed(Some(Box::new(comm))));
         let lifecycle = child.lifecycle();
         lifecycle.configure(configuration, |c| child.backend().connect_over(c, origin))?;
         Ok(Some(Box::new(child)))
@@ -241,7 +270,7 @@ impl Backend for NcclBackend {
         let elsewhere = op.tensors().into_iter().find(|t| *t.device() != self.device);
         let after = match elsewhere {
             Some(tensor) => Err(wrong_device(tensor, &self.device.to_string())),
-            None => ready(options),
+            None => factor_fits(&op).and_then(|()| ready(options)),
         };
         let contribute = options.contribute;
         match after {

@@ -144,6 +144,16 @@ pub(crate) fn factor_bits(factor: f64, d: DType) -> Result<u64> {
     })
 }
 
+/// A factor as `d` holds it.
+pub(crate) fn factor_in(factor: f64, d: DType) -> f64 {
+    match d {
+        DType::F32 => f64::from(factor as f32),
+        DType::F16 => half::f16::from_f64(factor).to_f64(),
+        DType::BF16 => half::bf16::from_f64(factor).to_f64(),
+        _ => factor,
+    }
+}
+
 /// NCCL's type for arithmetic; `None` if it has none.
 pub(crate) fn native(d: DType) -> Option<DataType> {
     Some(match d {
@@ -161,14 +171,6 @@ pub(crate) fn native(d: DType) -> Option<DataType> {
         DType::U8 => dtype::UINT8,
         _ => return None,
     })
-}
-
-/// Operations that came with 2.28.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Native {
-    AllToAll,
-    Gather,
-    Scatter,
 }
 
 /// A handle as the library writes it, on a thread of its own.
@@ -296,16 +298,6 @@ impl Comm {
             }
         }
         Ok(())
-    }
-
-    /// True if the library has that operation.
-    pub(crate) fn has(&self, native: Native) -> bool {
-        let api = self.nccl.api();
-        match native {
-            Native::AllToAll => api.all_to_all.is_some(),
-            Native::Gather => api.gather.is_some(),
-            Native::Scatter => api.scatter.is_some(),
-        }
     }
 
     /// The number of ranks as NCCL sees it.

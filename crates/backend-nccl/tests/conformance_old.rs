@@ -1,5 +1,5 @@
-//! The backend against the one suite with a library of 2.19: the newer functions are missing, and what they do is composed of
-//! others. The same stand-in as in `conformance.rs`, in which those names are changed.
+//! The backend against the one suite with a library of 2.19: the newer functions are missing, and an abort does without. The same stand-in
+//! as in `conformance.rs`, in which those names are changed.
 
 #[path = "standin/mod.rs"]
 mod standin;

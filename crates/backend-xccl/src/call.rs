@@ -1,15 +1,11 @@
 //! What a group submits to its engine: operations with what they need beside their tensors, batches as several of them, and splits.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::engine::{Channel, Job, Label};
-use ftcore::lifecycle::Engine as _;
-use ftcore::{
-    Collective, Completer, Completion, Error, Event, OpKind, Rejected, Result, Status, Work, work_pair,
-};
+use ftcore::engine::{Channel, Job, Label, joined};
+use ftcore::{Collective, Error, Event, OpKind, Rejected, Result, Work};
 
 use crate::comms::Comms;
 use crate::driver::Engine;
@@ -135,74 +131,27 @@ fn one(engine: &Arc<Engine>, op: Collective, terms: Terms) -> Result<Work, Box<R
 
 /// Messages that count as one operation: each goes to its own channel, and all of them have ended before that is told.
 fn batch(engine: &Arc<Engine>, ops: Vec<Collective>, terms: Terms) -> Result<Work, Box<Rejected>> {
+    let deadline = terms.deadline;
     let mut parts = Vec::with_capacity(ops.len());
+    let mut refused = None;
     let mut rest = ops.into_iter();
     while let Some(op) = rest.next() {
         match one(engine, op, terms.clone()) {
             Ok(work) => parts.push(work),
-            Err(rejected) if parts.is_empty() => {
-                let ops = std::iter::once(rejected.op).chain(rest).collect();
-                let error = rejected.error.with_op(OpKind::Batch.name());
-                return Err(Box::new(Rejected {
-                    error,
-                    op: Collective::Batch { ops },
-                }));
-            }
-            // The group has failed since: that one and those after it are parts that have, too.
             Err(rejected) => {
-                let Rejected { error, op } = *rejected;
-                for op in std::iter::once(op).chain(rest.by_ref()) {
-                    let (work, completer) = work_pair(op.kind(), terms.deadline, |_| {});
-                    completer.fail(error.clone(), op.into_tensors());
-                    parts.push(work);
+                let ops: Vec<Collective> = std::iter::once(rejected.op).chain(rest.by_ref()).collect();
+                if parts.is_empty() {
+                    let error = rejected.error.with_op(OpKind::Batch.name());
+                    let op = Collective::Batch { ops };
+                    return Err(Box::new(Rejected { error, op }));
                 }
+                // The group has failed since.
+                let tensors = ops.into_iter().flat_map(Collective::into_tensors).collect();
+                refused = Some((rejected.error, tensors));
             }
         }
     }
-    let weak = Arc::downgrade(engine);
-    let abort = move |reason: &str| {
-        if let Some(engine) = weak.upgrade() {
-            engine.abort(reason);
-        }
-    };
-    let (work, completer) = work_pair(OpKind::Batch, terms.deadline, abort);
-    let parts: Arc<[Work]> = parts.into();
-    let (left, completer) = (
-        Arc::new(AtomicUsize::new(parts.len())),
-        Arc::new(Mutex::new(Some(completer))),
-    );
-    for part in parts.iter() {
-        let (all, left, completer) = (parts.clone(), left.clone(), completer.clone());
-        part.on_complete(move |_| {
-            if left.fetch_sub(1, Ordering::AcqRel) == 1 {
-                let completer = completer.lock().unwrap_or_else(PoisonError::into_inner).take();
-                completer.into_iter().for_each(|completer| join(&all, completer));
-            }
-        });
-    }
-    Ok(work)
-}
-
-/// All parts have ended.
-fn join(parts: &[Work], completer: Completer) {
-    let mut failed = None;
-    let mut tensors = Vec::new();
-    for part in parts {
-        if let Status::Failed(error) = part.status() {
-            failed.get_or_insert(error);
-            tensors.extend(part.recover());
-        } else if let Ok(completion) = part.take() {
-            tensors.extend(completion.tensors);
-        }
-    }
-    match failed {
-        Some(error) => completer.fail(error.with_op(OpKind::Batch.name()), tensors),
-        None => completer.succeed(Completion {
-            tensors,
-            source: None,
-            contributors: 0,
-        }),
-    }
+    Ok(joined(OpKind::Batch, deadline, parts, refused))
 }
 
 /// Splits the communicators, in the order of collectives: those of the part in which this rank is `rank` of `world`.

@@ -13,7 +13,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::agreement::{Agreement, Message, Record};
-use ftcore::engine::{self, Channel, Driver, Ended, Label, Place, Rules, SpinBudget, Stage, Ticket, spawn};
+use ftcore::engine::{
+    self, Channel, Counters, Driver, Ended, Label, Place, Rules, SpinBudget, Stage, Ticket, spawn,
+};
 use ftcore::peers::{Meeting, Peers};
 use ftcore::{Completion, Error, ErrorKind, OpKind, Result, Tensor, deadline_in, time_left};
 
@@ -23,8 +25,9 @@ use crate::ops::{self, Count};
 use crate::raw::exit::{Leaving, Stuck};
 use crate::raw::lent::{Held, Lent, lend};
 use crate::recipe::Recipe;
+use crate::rendezvous;
 use crate::tally::Tally;
-use crate::traffic::Counters;
+use crate::traffic;
 use crate::xpu::comm::Side;
 use crate::xpu::ops as device_ops;
 
@@ -269,7 +272,8 @@ impl XcclDriver {
         };
         match result {
             Ok(contributors) => {
-                self.counters.add(&recipe, bytes, self.place);
+                let (sent, received) = traffic::moved(&recipe, bytes, self.place);
+                self.counters.add(sent, received);
                 ticket.succeed(Completion {
                     tensors: memory.take(),
                     source: match recipe {
@@ -473,7 +477,10 @@ fn leave(comms: Comms, peers: &Peers) {
         tracing::debug!(%error, "the other ranks still use a communicator: it is not destroyed");
         return;
     }
-    comms.destroy();
+    if let Err(error) = rendezvous::destroy(comms, deadline_in(LAST_ONES)) {
+        tracing::warn!(%error, "the communicators of a group that was left are not destroyed");
+        return;
+    }
     // Rank 0's process has the key-value server that the others still talk to while they do the same.
     if let Err(error) = peers.barrier(DESTROYED, deadline_in(LAST_ONES)) {
         tracing::debug!(%error, "another rank did not get to destroy its communicator");

@@ -1,23 +1,17 @@
-//! The process group on host memory: what it offers, how it connects, and its calls to the engine of the current configuration.
-
-use std::sync::Arc;
-use std::time::Instant;
+//! The process group on host memory: how it is made, and what it offers.
 
 use ftcore::{
-    Capabilities, Checked, Configuration, DType, DTypeSet, Device, Error, Feature, FeatureSet, GroupInfo,
-    GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, names, notes,
+    Capabilities, DType, DTypeSet, Feature, FeatureSet, GroupOptions, OpKind, OpSet, Result, names, notes,
 };
-use oneccl_sys::{Flavour, Library};
+use oneccl_sys::Flavour;
 
-use crate::comms::Comms;
-use crate::member::Member;
+use crate::member::{Member, is_a_member};
 use crate::options::{HONOURED, Settings};
-use crate::xpu::comm::Side;
 use crate::{probe, rendezvous, route};
 
 /// A group of ranks over oneCCL, on host memory. One rank per process.
 ///
-/// Beyond the common contract of [`ProcessGroup`]:
+/// Beyond the common contract of [`ProcessGroup`](ftcore::ProcessGroup):
 /// - oneCCL cannot cancel anything. An operation that passes its deadline fails with `Timeout`, its memory is leaked and
 ///   counted, its thread given up, and no group of this process can be configured again. Neither `Abort` nor `Reconfigure`
 ///   is advertised; an isolated group, which kills a child process instead, has both;
@@ -57,8 +51,8 @@ pub(crate) fn capabilities(settings: &Settings) -> Capabilities {
             ("band, bor, bxor", "composed: all-gather, folded on every rank"),
             (
                 "contributors",
-                "ranks of one host write them down beside the data; else in the same call up to 256 KiB, or a second \
-                 all-reduce of one u32",
+                "ranks of one host write them down beside the data, sums up to 4 KiB have them behind it; else in the \
+                 same call up to 256 KiB, or a second all-reduce of one u32",
             ),
             (
                 "all_reduce of several",
@@ -103,78 +97,12 @@ impl XcclGroup {
     pub fn new(name: impl Into<String>, options: GroupOptions) -> Result<Self> {
         let settings = Settings::new(options)?;
         let library = probe::library(Flavour::Host)?;
-        let group = Self::with(name.into(), library, settings);
+        let capabilities = capabilities(&settings);
+        let member = Member::new(name.into(), library, settings, capabilities, None);
         // Last: what is read from the environment has been read.
         rendezvous::warm_up(library);
-        Ok(group)
-    }
-
-    fn with(name: String, library: &'static Library, settings: Settings) -> Self {
-        let capabilities = capabilities(&settings);
-        Self(Member::new(name, library, settings, capabilities))
+        Ok(Self(member))
     }
 }
 
-/// Host memory needs nothing beside the engine.
-fn nothing(_: &Comms) -> Result<Option<Arc<Side>>> {
-    Ok(None)
-}
-
-impl ProcessGroup for XcclGroup {
-    fn info(&self) -> GroupInfo {
-        self.0.lifecycle.info(Device::CPU)
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        &self.0.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        let complete = |made| Comms::complete(made, None);
-        self.0.configure(configuration, complete, nothing)
-    }
-
-    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        self.0.submit(op, &options, |_| match &options.stream {
-            Some(stream) if !stream.device().is_cpu() => Err(Error::unsupported(format!(
-                "xccl on host memory cannot order itself after a stream on {}",
-                stream.device()
-            ))),
-            _ => Ok(None),
-        })
-    }
-
-    fn split(
-        &self,
-        color: Option<u32>,
-        key: u32,
-        deadline: Instant,
-    ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let Some((configuration, comms)) = self.0.split(self, color, key, deadline)? else {
-            return Ok(None);
-        };
-        let child = Self::with(
-            configuration.name.clone(),
-            self.0.library,
-            self.0.settings.clone(),
-        );
-        child.0.adopt(configuration, comms, nothing)?;
-        Ok(Some(Box::new(child)))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.0.lifecycle.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.0.lifecycle.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.0.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.0.counters.traffic()
-    }
-}
+is_a_member!(XcclGroup);

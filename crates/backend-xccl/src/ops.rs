@@ -18,6 +18,9 @@ use crate::tally::{Tally, Ticket};
 /// place, with the number in a call of its own. Where copying twice costs what that call costs.
 const CARRIED: usize = 256 << 10;
 
+/// As [`CARRIED`] among ranks that write the contributors down: copying so little twice costs less than that.
+const CARRIED_ANYWAY: usize = 4 << 10;
+
 /// How much of a gathered reduction is in scratch at once, per rank.
 const GATHERED: usize = 1 << 20;
 
@@ -404,16 +407,19 @@ impl<'a> Reduction<'a> {
         let total: usize = (0..lent.len())
             .map(|i| route.wire_bytes(lent.bytes(i).len()))
             .sum();
+        let most = match self.count.tally {
+            None => CARRIED,
+            Some(_) => CARRIED_ANYWAY,
+        };
+        // All ranks come to the same here.
         let tail = match route.op {
-            RedOp::SUM if self.count.counted && self.count.tally.is_none() => {
+            RedOp::SUM if self.count.counted && total <= most => {
                 route::counted(route.wire, self.link.world(), self.count.contribute)
             }
             _ => None,
         };
-        let carried = tail.is_some() && total <= CARRIED;
-        let packed = carried || (lent.len() > 1 && total <= CARRIED);
-        if packed {
-            return self.all_reduce_packed(route, lent, total, tail.filter(|_| carried));
+        if tail.is_some() || (lent.len() > 1 && total <= CARRIED) {
+            return self.all_reduce_packed(route, lent, total, tail);
         }
         let counting = self.begin_count(total)?;
         for i in 0..lent.len() {

@@ -17,8 +17,9 @@ use crate::comms::Comms;
 use crate::raw::comm::{self, Comm};
 use crate::raw::exit::{self, Stuck};
 
-/// How often one that waits for its turn looks whether another rank has failed.
+/// How often one that waits for its turn, or for what another rank says, looks whether one has failed.
 const LOOK: Duration = Duration::from_millis(100);
+const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
 /// The gate of this process: one start at a time.
 static GATE: Mutex<bool> = Mutex::new(false);
@@ -104,6 +105,40 @@ pub(crate) fn store(c: &Configuration) -> Arc<dyn Store> {
     ))
 }
 
+/// Asks in turns, each until a moment of its own, as long as the answer is a time-out: until the deadline passes, or `stop` says why not to go
+/// on. The turns become longer, since a store that is far away answers none that ends before its answer is here.
+pub(crate) fn in_turns<T>(
+    deadline: Instant,
+    stop: &dyn Fn() -> Option<Error>,
+    ask: impl Fn(Instant) -> Result<T>,
+) -> Result<T> {
+    let mut turn = LOOK;
+    loop {
+        match ask(deadline.min(deadline_in(turn))) {
+            Err(e) if e.kind() == ErrorKind::Timeout => {
+                if let Some(error) = stop() {
+                    return Err(error);
+                }
+                if time_left(deadline).is_zero() {
+                    return Err(e);
+                }
+                turn = (turn * 2).min(LONGEST_LOOK);
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Destroys `comms` until the deadline: a call of all ranks, whose thread counts as stuck from then on.
+pub(crate) fn destroy(comms: Comms, deadline: Instant) -> Result<()> {
+    let what = "destroy: all ranks have left, but oneCCL did not destroy its communicators";
+    let call = move || {
+        comms.destroy();
+        Ok(())
+    };
+    expendable("ox-xccl-destroy", what, deadline, &|| None, call)
+}
+
 /// Runs `call` on a thread that is given up at the deadline, or when `stop` says why; `what` it did not do by the deadline is for the message.
 fn expendable<T: Send + 'static>(
     name: &str,
@@ -163,7 +198,8 @@ fn communicators(
     stop: &dyn Fn() -> Option<Error>,
     complete: impl FnOnce(Comm) -> Result<Comms> + Send + 'static,
 ) -> Result<Comms> {
-    let (rank, world, deadline, store) = (c.rank, c.world_size, c.deadline, store(c));
+    let (rank, world, deadline) = (c.rank, c.world_size, c.deadline);
+    let store = store(c);
     // A fifth of a second or more, which the ranks would otherwise spend one after the other.
     if library.flavour == Flavour::Host
         && let Some(gate) = first_to_load()
@@ -176,8 +212,18 @@ fn communicators(
         expendable("ox-xccl-load", what, deadline, stop, load)?;
     }
     let gate = pass_in_order(c, &*store, before, stop)?;
+    // On this thread: one of the library's would count as stuck there as long as it waits.
+    let heard = match rank {
+        0 => None,
+        _ => Some(hear_id(&*store, deadline, stop)?),
+    };
     let start = move || {
-        let made = start(&*store, library, rank, world, deadline).and_then(complete);
+        let id = heard.map_or_else(|| give_id(&*store, library, deadline), Ok);
+        let made = id.and_then(|id| {
+            tracing::debug!(?id, rank, world, "starting a oneCCL communicator");
+            Comm::init(library, id, rank, world)
+        });
+        let made = made.and_then(complete);
         drop(gate);
         made
     };
@@ -185,25 +231,23 @@ fn communicators(
     expendable("ox-xccl-init", what, deadline, stop, start)
 }
 
-fn start(
-    store: &dyn Store,
-    library: &'static Library,
-    rank: u32,
-    world: u32,
-    deadline: Instant,
-) -> Result<Comm> {
-    let id = if rank == 0 {
-        let made = comm::unique_id(library);
-        // The others hear why there is none instead of waiting for it.
-        let told = made.as_ref().map_or_else(why_not, UniqueId::to_bytes);
-        store.set("id", &told, deadline)?;
-        made?
-    } else {
-        let bytes = store.get("id", deadline).map_err(|e| phase(e, "id"))?;
-        UniqueId::from_bytes(&bytes).ok_or_else(|| no_id(&bytes))?
-    };
-    tracing::debug!(?id, rank, world, "starting a oneCCL communicator");
-    Comm::init(library, id, rank, world)
+/// On rank 0: a new id.
+fn give_id(store: &dyn Store, library: &'static Library, deadline: Instant) -> Result<UniqueId> {
+    let made = comm::unique_id(library);
+    // The others hear why there is none instead of waiting for it.
+    let told = made.as_ref().map_or_else(why_not, UniqueId::to_bytes);
+    store.set("id", &told, deadline)?;
+    made
+}
+
+/// On the others: rank 0's id.
+fn hear_id(store: &dyn Store, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<UniqueId> {
+    let heard = in_turns(deadline, stop, |until| store.get("id", until));
+    let bytes = heard.map_err(|e| match e.kind() {
+        ErrorKind::Timeout => Error::timeout("phase id: rank 0 has not given its id").with_peer(0),
+        _ => e,
+    })?;
+    UniqueId::from_bytes(&bytes).ok_or_else(|| no_id(&bytes))
 }
 
 /// What rank 0 says in place of an id.
@@ -228,13 +272,6 @@ fn no_id(bytes: &[u8]) -> Error {
     .with_peer(0)
 }
 
-fn phase(error: Error, name: &str) -> Error {
-    match error.kind() {
-        ErrorKind::Timeout => Error::timeout(format!("phase {name}: {}", error.message())),
-        _ => error,
-    }
-}
-
 /// Passes this process's gate when it is this rank's turn: all groups take their processes' gates in the same order.
 fn pass_in_order(
     c: &Configuration,
@@ -243,38 +280,90 @@ fn pass_in_order(
     stop: &dyn Fn() -> Option<Error>,
 ) -> Result<Gate> {
     let key = |rank: u32| format!("gate/{rank}");
-    while let Some(before) = before {
-        match store.wait(&[&key(before)], c.deadline.min(deadline_in(LOOK))) {
-            Ok(()) => break,
-            Err(e) if e.kind() != ErrorKind::Timeout => return Err(e),
-            Err(_) => {}
-        }
-        if let Some(error) = stop() {
-            return Err(error);
-        }
-        if time_left(c.deadline).is_zero() {
-            let text = format!(
+    if let Some(before) = before {
+        let passed = in_turns(c.deadline, stop, |until| store.wait(&[&key(before)], until));
+        passed.map_err(|e| match e.kind() {
+            ErrorKind::Timeout => Error::timeout(format!(
                 "phase gate: rank {before} of {} is still starting another group",
                 c.world_size
-            );
-            return Err(Error::timeout(text).with_peer(before));
-        }
+            ))
+            .with_peer(before),
+            _ => e,
+        })?;
     }
-    let gate = Gate::pass(c.deadline)?;
+    let gate = in_turns(c.deadline, stop, Gate::pass)?;
     store.set(&key(c.rank), b"1", c.deadline)?;
     Ok(gate)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::channel;
+
+    use ftcore::{Epoch, InMemoryStore};
+
     use super::*;
 
+    fn soon() -> Instant {
+        deadline_in(Duration::from_secs(20))
+    }
+
+    fn gone() -> Option<Error> {
+        Some(Error::new(ErrorKind::PeerLost, "a rank has gone"))
+    }
+
+    /// In one test: there is one gate.
     #[test]
-    fn a_second_start_waits_for_the_first_until_its_deadline() {
-        let first = Gate::pass(ftcore::deadline_in(std::time::Duration::from_secs(1))).unwrap();
-        let e = Gate::pass(ftcore::deadline_in(std::time::Duration::from_millis(30)));
+    fn a_second_start_waits_for_the_first_until_its_deadline_or_a_failure() {
+        let first = Gate::pass(soon()).unwrap();
+        let e = Gate::pass(deadline_in(Duration::from_millis(30)));
         assert_eq!(e.err().unwrap().kind(), ErrorKind::Timeout);
+        let c = Configuration {
+            store: Arc::new(InMemoryStore::new()),
+            prefix: "p".into(),
+            name: "n".into(),
+            epoch: Epoch(1),
+            rank: 1,
+            world_size: 2,
+            deadline: soon(),
+            cancel: Default::default(),
+        };
+        let e = pass_in_order(&c, &*c.store, None, &gone);
+        assert_eq!(e.err().unwrap().kind(), ErrorKind::PeerLost);
         drop(first);
-        Gate::pass(ftcore::deadline_in(std::time::Duration::from_secs(1))).unwrap();
+        pass_in_order(&c, &*c.store, None, &|| None).unwrap();
+        c.store.get("gate/1", soon()).unwrap();
+    }
+
+    #[test]
+    fn a_rank_that_waits_for_the_id_hears_of_a_failure_and_of_its_deadline() {
+        let store = InMemoryStore::new();
+        let e = hear_id(&store, soon(), &gone).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
+        let e = hear_id(&store, deadline_in(Duration::from_millis(30)), &|| None).unwrap_err();
+        assert!(e.to_string().contains("phase id"), "{e}");
+        store.set("id", &[7; 3], soon()).unwrap();
+        let e = hear_id(&store, soon(), &|| None).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+    }
+
+    #[test]
+    fn a_call_that_is_given_up_counts_as_stuck_until_it_comes_back() {
+        let (go, wait) = channel::<()>();
+        let before = exit::stuck();
+        let call = move || {
+            let _ = wait.recv();
+            Ok(())
+        };
+        let late = deadline_in(Duration::from_millis(30));
+        let e = expendable("ox-test", "test: it did not come back", late, &|| None, call).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        assert!(exit::stuck() > before);
+        drop(go);
+        let until = soon();
+        while exit::stuck() > before {
+            assert!(Instant::now() < until, "it still counts");
+            std::thread::yield_now();
+        }
     }
 }

@@ -15,6 +15,8 @@ use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 
+use crate::rendezvous::in_turns;
+
 /// What is before the words: the number that tells this file from any other.
 const HEAD: u64 = 8;
 /// A rank's two words.
@@ -93,8 +95,12 @@ fn open(card: &Card, world: u32) -> Option<File> {
 }
 
 impl Tally {
-    /// A file that all ranks have open; `None` unless all can. A call of all ranks.
-    pub(crate) fn agree(configuration: &Configuration, store: &dyn Store) -> Result<Option<Self>> {
+    /// A file that all ranks have open; `None` unless all can. A call of all ranks, until `stop` says why not to go on.
+    pub(crate) fn agree(
+        configuration: &Configuration,
+        store: &dyn Store,
+        stop: &dyn Fn() -> Option<Error>,
+    ) -> Result<Option<Self>> {
         let Configuration {
             rank,
             world_size: world,
@@ -118,8 +124,8 @@ impl Tally {
             store.set(card_key, text.as_bytes(), deadline)?;
             made.map(|(_, file)| file)
         } else {
-            let card = Card::decode(&store.get(card_key, deadline)?);
-            card.and_then(|card| open(&card, world))
+            let card = in_turns(deadline, stop, |until| store.get(card_key, until))?;
+            Card::decode(&card).and_then(|card| open(&card, world))
         };
         let key = |rank: u32| format!("tally/{rank}");
         let word: &[u8] = if file.is_some() { b"yes" } else { b"no" };
@@ -127,10 +133,8 @@ impl Tally {
         let keys: Vec<String> = (0..world).map(key).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         // Rank 0 keeps its descriptor open at least until all have answered.
-        let all = store
-            .multi_get(&keys, deadline)?
-            .iter()
-            .all(|word| word == b"yes");
+        let words = in_turns(deadline, stop, |until| store.multi_get(&keys, until))?;
+        let all = words.iter().all(|word| word == b"yes");
         tracing::debug!(rank, all, "contributors are counted beside the data");
         Ok(file.filter(|_| all).map(|file| Self {
             file,
@@ -193,21 +197,24 @@ mod tests {
 
     use super::*;
 
+    fn configuration(store: &Arc<dyn Store>, rank: u32, world: u32) -> Configuration {
+        Configuration {
+            store: store.clone(),
+            prefix: "p".into(),
+            name: "n".into(),
+            epoch: Epoch(1),
+            rank,
+            world_size: world,
+            deadline: deadline_in(Duration::from_secs(20)),
+            cancel: Default::default(),
+        }
+    }
+
     fn agree(world: u32, meddle: impl Fn(&dyn Store, u32) + Sync) -> Vec<Option<Tally>> {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
         let one = |rank| {
-            let configuration = Configuration {
-                store: store.clone(),
-                prefix: "p".into(),
-                name: "n".into(),
-                epoch: Epoch(1),
-                rank,
-                world_size: world,
-                deadline: deadline_in(Duration::from_secs(20)),
-                cancel: Default::default(),
-            };
             meddle(&*store, rank);
-            Tally::agree(&configuration, &*store).unwrap()
+            Tally::agree(&configuration(&store, rank, world), &*store, &|| None).unwrap()
         };
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || one(rank))).collect();
@@ -241,6 +248,17 @@ mod tests {
                 t.post(true).unwrap();
             }
             assert_eq!(ranks[0].count(&next).unwrap(), 2);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_waits_for_the_file_or_the_words_of_others_hears_why_not_to() {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        let gone = || Some(Error::new(ErrorKind::PeerLost, "a rank has gone"));
+        // Rank 1 waits for the card of rank 0, which waits for rank 1's word.
+        for rank in [1, 0] {
+            let e = Tally::agree(&configuration(&store, rank, 2), &*store, &gone).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
         }
     }
 

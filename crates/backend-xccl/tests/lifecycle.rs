@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use backend_xccl::{XcclFactory, XcclGroup};
+use ftcore::peers::{self, Door, Terms};
 use ftcore::registry::BackendFactory;
 use ftcore::{
     Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, Feature, GroupOptions, ProcessGroup,
@@ -23,8 +24,8 @@ use ftcore::{
 };
 use isolate::{IsolateOptions, IsolatedGroup};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
-use oneccl_sys::ResultCode;
 use oneccl_sys::output::ENV_STDOUT;
+use oneccl_sys::{Flavour, Library, ResultCode};
 
 const CASE: &str = "OXCCL_LIFECYCLE_CASE";
 const RANK: &str = "OXCCL_LIFECYCLE_RANK";
@@ -61,7 +62,7 @@ const ITS_WORDS: &str = "CCL_ATL_TRANSPORT: unexpected value: pigeons";
 /// Of a provider that libfabric does not have.
 const NO_PROVIDER: &[(&str, &str)] = &[("FI_PROVIDER", "pigeons")];
 
-const CASES: [Case; 14] = [
+const CASES: [Case; 15] = [
     Case {
         name: "the_librarys_own_words_are_in_the_error_of_all_ranks",
         world: 2,
@@ -84,6 +85,14 @@ const CASES: [Case; 14] = [
         together: true,
         environment: NO_PROVIDER,
         body: no_provider,
+        killed: None,
+    },
+    Case {
+        name: "a_rank_that_waits_for_the_id_is_not_stuck_in_the_library",
+        world: 2,
+        together: true,
+        environment: &[],
+        body: no_id,
         killed: None,
     },
     Case {
@@ -258,6 +267,36 @@ fn no_provider(rank: &Rank) -> Outcome {
     ensure(own || e.to_string().contains("reports"), || {
         format!("{e}: {:?}", e.code())
     })
+}
+
+/// Rank 0 meets rank 1 as a group does, and fails when rank 1 waits for its id. Rank 1 may go on at once.
+fn no_id(rank: &Rank) -> Outcome {
+    let gate = "lifecycle/xccl/1/gate/";
+    if rank.rank == 0 {
+        let version = Library::open(Flavour::Host)?.version;
+        let terms = Terms {
+            backend: "xccl",
+            setup: format!("oneCCL {version}, contributors count, mismatch detection off"),
+            one_per_process: true,
+            credentials: None,
+            door: Door::of("xccl"),
+        };
+        let mut meeting = peers::meet(&configuration(rank, 2, 1), &terms, None)?;
+        rank.store.set(&format!("{gate}0"), b"1", soon())?;
+        rank.store.wait(&[&format!("{gate}1")], soon())?;
+        meeting.fail(&Error::new(ErrorKind::Backend, "no id today"));
+        return Ok(rank.store.wait(&["rank 1 has seen it"], soon())?);
+    }
+    let group = XcclGroup::new("lifecycle", GroupOptions::default())?;
+    let e = failed_start(rank, &group)?;
+    ensure(e.to_string().contains("no id today"), || format!("{e}"))?;
+    let alone = Configuration {
+        deadline: deadline_in(Duration::from_millis(50)),
+        ..configuration(rank, 2, 2)
+    };
+    let e = group.configure(alone).expect_err("no other rank came");
+    ensure(e.kind() == ErrorKind::Timeout, || format!("{:?}: {e}", e.kind()))?;
+    Ok(rank.store.set("rank 1 has seen it", b"1", soon())?)
 }
 
 /// Rank 2 is killed while the others are in a call of oneCCL, which tells them nothing.
@@ -483,7 +522,35 @@ fn contributors(rank: &Rank) -> Outcome {
                 })?;
             }
         }
+        small_sums(rank, &group)?;
         group.shutdown(soon())?;
+    }
+    Ok(())
+}
+
+/// Sums that have the count behind them, in each type that travels in its own way.
+fn small_sums(rank: &Rank, group: &XcclGroup) -> Outcome {
+    let dtypes = DType::ALL.into_iter();
+    for dtype in dtypes.filter(|d| group.capabilities().reduces(ReduceOp::Sum, *d)) {
+        for absent in [1, 3] {
+            let op = Collective::AllReduce {
+                tensors: vec![Tensor::zeros(dtype, 5)],
+                op: ReduceOp::Sum,
+            };
+            let options = SubmitOptions {
+                contribute: rank.rank != absent,
+                ..SubmitOptions::by(soon())
+            };
+            let done = group.run_blocking(op, options)?;
+            let want = if absent > 2 { 3 } else { 2 };
+            ensure(done.contributors == want, || {
+                format!("{dtype}: {} contributors, not {want}", done.contributors)
+            })?;
+            let sum = done.into_tensor()?;
+            ensure(sum.bytes().iter().all(|b| *b == 0), || {
+                format!("{dtype}: zeros add up to {:?}", sum.bytes())
+            })?;
+        }
     }
     Ok(())
 }

@@ -63,13 +63,6 @@ macro_rules! table {
         }
 
         impl Api {
-            /// The names of the optional functions that this library has.
-            pub fn present(&self) -> Vec<&'static str> {
-                let mut names = Vec::new();
-                $(if self.$o.is_some() { names.push($os); })*
-                names
-            }
-
             fn load(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self {
                     // SAFETY: the signatures are those of NCCL's public header for these names.
@@ -132,12 +125,6 @@ table! {
     optional {
         /// Ends whatever runs, without freeing (2.28.7).
         comm_revoke = "ncclCommRevoke": fn(Comm, c_int) -> ResultCode;
-        /// send, recv, count per rank, dtype, communicator, stream (2.28).
-        all_to_all = "ncclAlltoAll": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
-        /// send, recv, count per rank, dtype, root, communicator, stream (2.28).
-        gather = "ncclGather": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
-        /// send, recv, count per rank, dtype, root, communicator, stream (2.28).
-        scatter = "ncclScatter": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
         /// Only a stand-in has this: what it is, in words.
         standin_description = "oxccl_standin_description": fn() -> *const c_char;
     }

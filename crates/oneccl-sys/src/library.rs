@@ -1,6 +1,6 @@
 //! Opening: the library itself, the plugin that does the work, and the table of functions.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
@@ -80,13 +80,6 @@ macro_rules! functions {
                     },)*
                 })
             }
-
-            /// The C names of the optional functions that are there.
-            pub fn present(&self) -> Vec<&'static str> {
-                let mut names = Vec::new();
-                $(if self.$o.is_some() { names.push(printable($oname)); })*
-                names
-            }
         }
     };
 }
@@ -106,32 +99,15 @@ functions! {
         fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
     required reduce_scatter = b"onecclReduceScatter\0":
         fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
-    optional comm_init_rank_config = b"onecclCommInitRankConfig\0":
-        fn(*mut Comm, usize, UniqueId, c_int, *const Config) -> ResultCode;
-    optional comm_finalize = b"onecclCommFinalize\0": fn(Comm) -> ResultCode;
-    optional comm_abort = b"onecclCommAbort\0": fn(Comm) -> ResultCode;
     optional comm_split = b"onecclCommSplit\0": fn(Comm, c_int, c_int, *mut Comm, *const Config) -> ResultCode;
-    optional comm_count = b"onecclCommCount\0": fn(Comm, *mut c_int) -> ResultCode;
-    optional comm_user_rank = b"onecclCommUserRank\0": fn(Comm, *mut c_int) -> ResultCode;
-    optional comm_device = b"onecclCommDevice\0": fn(Comm, *mut c_int) -> ResultCode;
-    optional set_device = b"onecclSetDevice\0": fn(c_uint) -> ResultCode;
     optional get_error_string = b"onecclGetErrorString\0": fn(ResultCode) -> *const c_char;
     optional get_last_error = b"onecclGetLastError\0": fn(Comm) -> *const c_char;
-    optional scatter = b"onecclScatter\0":
-        fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
     optional all_to_all = b"onecclAllToAll\0":
         fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
     optional all_to_all_v = b"onecclAllToAllV\0":
         fn(*const c_void, *const usize, *mut c_void, *const usize, DataType, Comm, Stream) -> ResultCode;
     optional send = b"onecclSend\0": fn(*const c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
     optional recv = b"onecclRecv\0": fn(*mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
-    optional group_start = b"onecclGroupStart\0": fn() -> ResultCode;
-    optional group_end = b"onecclGroupEnd\0": fn() -> ResultCode;
-    optional red_op_create_pre_mul_sum = b"onecclRedOpCreatePreMulSum\0":
-        fn(*mut RedOp, *mut c_void, DataType, c_int, Comm) -> ResultCode;
-    optional red_op_destroy = b"onecclRedOpDestroy\0": fn(RedOp, Comm) -> ResultCode;
-    optional mem_alloc = b"onecclMemAlloc\0": fn(*mut *mut c_void, usize) -> ResultCode;
-    optional mem_free = b"onecclMemFree\0": fn(*mut c_void) -> ResultCode;
 }
 
 /// A symbol's name without its final zero.

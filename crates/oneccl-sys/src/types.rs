@@ -20,8 +20,6 @@ impl ResultCode {
     pub const SUCCESS: Self = Self(0);
     /// The plugin threw an exception; `onecclGetLastError` has its text.
     pub const PLUGIN_EXCEPTION: Self = Self(11);
-    /// This version or plugin does not have it.
-    pub const NOT_IMPLEMENTED: Self = Self(12);
 
     /// The code's name in the C API. `onecclGetErrorString` itself knows no text for 11 and above.
     pub fn name(self) -> &'static str {

@@ -14,6 +14,5 @@ mod types;
 
 pub use library::{Functions, Library, OpenError};
 pub use types::{
-    BackendType, Bool, ContextRef, DeviceRef, DeviceType, EventRef, EventStatus, IN_ORDER, QueueRef,
-    SelectorRef, UsmType,
+    BackendType, Bool, DeviceRef, DeviceType, EventRef, EventStatus, IN_ORDER, QueueRef, SelectorRef,
 };

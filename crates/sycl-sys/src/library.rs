@@ -6,10 +6,7 @@ use std::path::{Path, PathBuf};
 
 use libloading::os::unix as dl;
 
-use crate::types::{
-    BackendType, Bool, ContextRef, DeviceRef, DeviceType, EventRef, EventStatus, QueueRef, SelectorRef,
-    UsmType,
-};
+use crate::types::{Bool, DeviceRef, DeviceType, EventRef, EventStatus, QueueRef, SelectorRef};
 use crate::{environment, search};
 
 /// Why the library could not be opened.
@@ -74,13 +71,6 @@ macro_rules! functions {
                     },)*
                 })
             }
-
-            /// The C names of the optional functions that are there.
-            pub fn present(&self) -> Vec<&'static str> {
-                let mut names = Vec::new();
-                $(if self.$o.is_some() { names.push(printable($oname)); })*
-                names
-            }
         }
     };
 }
@@ -109,15 +99,8 @@ functions! {
     required malloc_host = b"DPCTLmalloc_host\0": fn(usize, QueueRef) -> *mut c_void;
     required free = b"DPCTLfree_with_queue\0": fn(*mut c_void, QueueRef);
     optional version = b"DPCTLService_GetDPCPPVersion\0": fn() -> *const c_char;
-    optional device_backend = b"DPCTLDevice_GetBackend\0": fn(DeviceRef) -> BackendType;
     optional device_driver = b"DPCTLDevice_GetDriverVersion\0": fn(DeviceRef) -> *const c_char;
-    optional device_memory = b"DPCTLDevice_GetGlobalMemSize\0": fn(DeviceRef) -> u64;
     optional device_equal = b"DPCTLDevice_AreEq\0": fn(DeviceRef, DeviceRef) -> Bool;
-    optional queue_in_order = b"DPCTLQueue_IsInOrder\0": fn(QueueRef) -> Bool;
-    optional queue_context = b"DPCTLQueue_GetContext\0": fn(QueueRef) -> ContextRef;
-    optional context_delete = b"DPCTLContext_Delete\0": fn(ContextRef);
-    optional queue_fill32 = b"DPCTLQueue_Fill32\0": fn(QueueRef, *mut c_void, u32, usize) -> EventRef;
-    optional usm_type = b"DPCTLUSM_GetPointerType\0": fn(*mut c_void, ContextRef) -> UsmType;
 }
 
 /// A symbol's name without its final zero.

@@ -5,8 +5,6 @@ use std::ffi::{c_int, c_void};
 
 /// An opaque `sycl::device`, owned by the one that got it from a `Create` or `Get` function.
 pub type DeviceRef = *mut c_void;
-/// An opaque `sycl::context`.
-pub type ContextRef = *mut c_void;
 /// An opaque device selector.
 pub type SelectorRef = *mut c_void;
 /// A pointer to a `sycl::queue`: what oneCCL takes as a stream.
@@ -40,8 +38,6 @@ pub struct BackendType(pub c_int);
 impl BackendType {
     /// Level Zero: Intel's GPUs.
     pub const LEVEL_ZERO: Self = Self(1 << 17);
-    /// OpenCL: the CPU device, and GPUs a second time.
-    pub const OPENCL: Self = Self(1 << 18);
 }
 
 /// How far an event is.
@@ -54,20 +50,4 @@ impl EventStatus {
     pub const UNKNOWN: Self = Self(0);
     /// Everything before it is done.
     pub const COMPLETE: Self = Self(3);
-}
-
-/// Where USM memory lives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct UsmType(pub c_int);
-
-impl UsmType {
-    /// Not USM memory of that context.
-    pub const UNKNOWN: Self = Self(0);
-    /// On the device.
-    pub const DEVICE: Self = Self(1);
-    /// Moves between both.
-    pub const SHARED: Self = Self(2);
-    /// On the host, and the device may read and write it.
-    pub const HOST: Self = Self(3);
 }

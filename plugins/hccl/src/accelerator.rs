@@ -48,11 +48,18 @@ impl Copier {
         Ok(())
     }
 
-    /// One copy, finished when this returns.
+    /// One copy, finished when this returns. If it fails the device may still be at it: its memory there is never used again either.
     fn piece(&self, runtime: &Runtime, from: u64, to: u64, bytes: usize, direction: Direction) -> Result<()> {
         let synapse = &runtime.libraries.synapse;
         synapse.copy(self.stream.handle(), from, to, bytes as u64, direction)?;
-        self.stream.synchronize(deadline_in(COPY_TIME))
+        let done = self.stream.synchronize(deadline_in(COPY_TIME));
+        done.inspect_err(|_| {
+            let on_device = match direction {
+                Direction::DeviceToHost => from,
+                Direction::HostToDevice | Direction::DeviceToDevice => to,
+            };
+            runtime.suspect(on_device, bytes as u64);
+        })
     }
 }
 

@@ -5,19 +5,26 @@
 //! failure the other ranks are told ([`peers`](crate::ftcore::peers)), and `ox-hccl-abort`, which may be given up, aborts the communicator. Tensors that the device may still touch stay here: they
 //! are freed if the library gave the communicator back and every event was reached, and leaked otherwise (INV-8).
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
-use crate::ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
+use crate::ftcore::engine::{
+    Counters, Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket,
+};
 use crate::ftcore::peers::{Door, Peers, Terms};
-use crate::ftcore::{Collective, Configuration, Credentials, Error, Event, Result, deadline_in};
-use crate::issue::{Counters, Issuer};
+use crate::ftcore::{
+    Collective, Configuration, Credentials, Error, ErrorKind, Event, Result, deadline_in, time_left,
+};
+use crate::issue::Issuer;
 use crate::raw::hccl::{CommHandle, Hccl};
 use crate::rendezvous;
 use crate::runtime::Runtime;
 
 /// How long after an abort the device may take to leave the tensors alone.
 const RELEASE_TIME: Duration = Duration::from_secs(10);
+/// How long an abort waits for the thread that is on its way into the library or out of it.
+const ON_THE_WAY: Duration = Duration::from_millis(80);
 const SUSPECT: &str = "a Gaudi may still use it: its operation failed and HCCL did not give it back";
 
 /// What is submitted.
@@ -61,8 +68,10 @@ impl Comm {
 pub struct HcclDriver {
     world: u32,
     comm: Comm,
-    /// Its streams end after the communicator, on a thread that may call the library.
+    /// Its streams end after the communicator, on a thread that may call the library. Taken out by the one that ends both.
     issuer: Arc<Mutex<Option<Issuer>>>,
+    /// Keeps a call out of the library that comes to it when the communicator is being aborted.
+    gone: Arc<AtomicBool>,
     in_flight: Arc<InFlight<Self>>,
     peers: Arc<Peers>,
 }
@@ -82,16 +91,19 @@ impl HcclDriver {
             credentials: credentials.cloned(),
             door,
         };
-        let (runtime, handle, meeting) = rendezvous::connect(configuration, terms)?;
+        let (runtime, handle, mut meeting) = rendezvous::connect(configuration, terms)?;
         let place = Place::of(configuration);
-        let peers = Peers::start(meeting);
         let comm = Comm(Arc::new(Mutex::new(handle)), &runtime.libraries.hccl);
         let asked = comm.clone();
-        let start = |peers: Arc<Peers>| {
-            let issuer = Issuer::new(runtime, handle, place.rank, place.world, counters)?;
+        let make = move || Issuer::new(runtime, handle, place.rank, place.world, counters);
+        let what = "the group's own stream and memory";
+        let issuer = rendezvous::call(configuration, what, "streams", &meeting.watch(), make, drop);
+        let issuer = issuer.inspect_err(|error| meeting.fail(error));
+        let start = |issuer: Issuer, peers: Arc<Peers>| {
             let driver = Self {
                 world: place.world,
                 comm: comm.clone(),
+                gone: issuer.gone(),
                 issuer: Arc::new(Mutex::new(Some(issuer))),
                 in_flight: Arc::new(InFlight::start("ox-hccl-watch", move || asked.async_error())?),
                 peers,
@@ -105,8 +117,9 @@ impl HcclDriver {
             };
             Engine::start("ox-hccl-issue", place, rules, driver)
         };
-        let started = peers.and_then(|peers| {
-            let engine = start(peers.clone()).inspect_err(|error| peers.fail(error))?;
+        let started = issuer.and_then(|issuer| {
+            let peers = Peers::start(meeting)?;
+            let engine = start(issuer, peers.clone()).inspect_err(|error| peers.fail(error))?;
             peers.listen(&engine, |_, _| {})?;
             Ok(engine)
         });
@@ -121,6 +134,19 @@ impl HcclDriver {
     }
 }
 
+/// Takes the issuer out, once no call is on its way with it; `None` if one still is after so long.
+fn take(issuer: &Mutex<Option<Issuer>>, within: Duration) -> Option<Issuer> {
+    let until = deadline_in(within);
+    loop {
+        match issuer.try_lock() {
+            Ok(mut issuer) => return issuer.take(),
+            Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner().take(),
+            Err(TryLockError::WouldBlock) if time_left(until).is_zero() => return None,
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(200)),
+        }
+    }
+}
+
 impl Driver for HcclDriver {
     type Job = Call;
 
@@ -128,7 +154,9 @@ impl Driver for HcclDriver {
         let held = Held::new(call.op, SUSPECT);
         let mut issuer = self.issuer.lock().unwrap_or_else(PoisonError::into_inner);
         let (Some(issuer), Some(op)) = (issuer.as_mut(), held.op()) else {
-            return;
+            // The engine has its own reason.
+            let error = Error::new(ErrorKind::Aborted, "the group has ended");
+            return ticket.fail(error, held.free());
         };
         match issuer.issue(op, call.after.as_deref(), ticket.deadline()) {
             Ok(done) => {
@@ -144,13 +172,13 @@ impl Driver for HcclDriver {
         self.in_flight.stop();
         self.peers.report(failure);
         self.peers.close();
+        self.gone.store(true, Ordering::Release);
         let (comm, in_flight, issuer) = (self.comm.clone(), self.in_flight.clone(), self.issuer.clone());
         let abort = move || {
+            // No call has the communicator then, unless one is stuck in the library, which is what an abort is for.
+            let own = take(&issuer, ON_THE_WAY);
             let settled = in_flight.settle(comm.abort(), None, deadline_in(RELEASE_TIME));
-            // Unless a call on them has not returned.
-            if let Ok(mut issuer) = issuer.try_lock() {
-                drop(issuer.take());
-            }
+            drop(own.or_else(|| take(&issuer, Duration::ZERO)));
             match settled {
                 Ok(()) => ended.clean(),
                 Err(error) => ended.unclean(error.to_string()),

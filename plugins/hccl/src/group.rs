@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use crate::driver::{Call, HcclDriver};
-use crate::ftcore::engine::{Backend, Engine, Group, OnCallers};
+use crate::ftcore::engine::{Backend, Counters, Engine, Group, OnCallers};
 use crate::ftcore::peers::Door;
 use crate::ftcore::{
     Capabilities, Collective, Configuration, Credentials, DType, DTypeSet, Device, FeatureSet, GroupOptions,
     OpKind, OpSet, ReduceOp, Rejected, Result, SubmitOptions, Traffic, names, notes, wrong_device,
 };
-use crate::issue::Counters;
 use crate::raw::memory::DEVICE;
 
 /// The element types that HCCL documents.
@@ -79,7 +78,8 @@ pub(crate) fn capabilities() -> Capabilities {
             ("barrier", "an all-reduce of one element"),
             (
                 "send, recv",
-                "matched by order per pair of ranks; tags are carried, not matched",
+                "matched by order per pair of ranks; tags are carried, not matched; a stream per peer and direction, of which a \
+                 Gaudi may have few",
             ),
             (
                 "abort",

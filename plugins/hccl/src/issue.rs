@@ -6,55 +6,22 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use crate::ftcore::{Collective, DType, Error, Event, ReduceOp, Result, Tensor, Traffic};
+use crate::ftcore::engine::Counters;
+use crate::ftcore::{Collective, DType, Error, ErrorKind, Event, ReduceOp, Result, Tensor};
 use crate::raw::hccl::{CommHandle, Hccl, Span, Target};
 use crate::raw::memory::{self, span};
 use crate::raw::synapse::Direction;
 use crate::runtime::Runtime;
 use crate::stream::{HpuEvent, HpuStream};
 
-/// Streams are scarce: messages of more peers than this share them, in the order of the calls.
-const PEERS_WITH_STREAMS: u32 = 4;
-
-/// Bytes of payload, as the usual algorithms move them; the library does not say what it really moved.
-#[derive(Default)]
-pub(crate) struct Counters {
-    sent: AtomicU64,
-    received: AtomicU64,
-}
-
-impl Counters {
-    fn add(&self, sent: u64, received: u64) {
-        self.sent.fetch_add(sent, Ordering::Relaxed);
-        self.received.fetch_add(received, Ordering::Relaxed);
-    }
-
-    /// So far.
-    pub(crate) fn traffic(&self) -> Traffic {
-        Traffic {
-            sent: self.sent.load(Ordering::Relaxed),
-            received: self.received.load(Ordering::Relaxed),
-        }
-    }
-}
-
 /// Messages to or from one peer, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Channel {
     send: bool,
     peer: u32,
-}
-
-impl Channel {
-    fn new(send: bool, peer: u32) -> Self {
-        Self {
-            send,
-            peer: peer % PEERS_WITH_STREAMS,
-        }
-    }
 }
 
 struct ChannelStream {
@@ -75,7 +42,10 @@ pub(crate) struct Issuer {
     batches: Option<HpuStream>,
     /// One zero for barriers.
     scratch: Tensor,
+    /// Bytes of payload, as the usual algorithms move them; the library does not say what it really moved.
     counters: Arc<Counters>,
+    /// The communicator is being aborted, or was: its handle leads nowhere.
+    gone: Arc<AtomicBool>,
 }
 
 /// One send or receive of a composed operation.
@@ -83,6 +53,15 @@ struct Part {
     send: bool,
     peer: u32,
     data: Span,
+}
+
+impl Part {
+    fn channel(&self) -> Channel {
+        Channel {
+            send: self.send,
+            peer: self.peer,
+        }
+    }
 }
 
 impl Issuer {
@@ -108,11 +87,21 @@ impl Issuer {
             batches: None,
             scratch,
             counters,
+            gone: Arc::default(),
         })
     }
 
-    fn hccl(&self) -> &'static Hccl {
-        &self.runtime.libraries.hccl
+    /// Set when the communicator is aborted, so that what comes to the library later stays out of it.
+    pub(crate) fn gone(&self) -> Arc<AtomicBool> {
+        self.gone.clone()
+    }
+
+    /// The library, for one call on the communicator: an error once that is being aborted, since its handle leads nowhere then.
+    fn hccl(&self) -> Result<&'static Hccl> {
+        match self.gone.load(Ordering::Acquire) {
+            true => Err(Error::new(ErrorKind::Aborted, "the communicator was aborted")),
+            false => Ok(&self.runtime.libraries.hccl),
+        }
     }
 
     /// Enqueues `op` after `after`; the event is reached when the device has finished it. The caller keeps `op` until then,
@@ -152,7 +141,6 @@ impl Issuer {
 
     /// A collective of several ranks. Pieces of no elements are left out, on all ranks alike.
     fn collective(&self, to: Target, op: &Collective) -> Result<()> {
-        let hccl = self.hccl();
         let others = u64::from(self.world) - 1;
         let world = u64::from(self.world);
         let some = |t: &&Tensor| t.count() > 0;
@@ -161,14 +149,14 @@ impl Issuer {
                 for t in tensors.iter().filter(some) {
                     let bytes = span(t).bytes() * 2 * others / world;
                     self.counters.add(bytes, bytes);
-                    hccl.all_reduce(to, span(t), *op)?;
+                    self.hccl()?.all_reduce(to, span(t), *op)?;
                 }
                 Ok(())
             }
             Collective::Broadcast { tensors, root } => {
                 for t in tensors.iter().filter(some) {
                     self.count_rooted(*root, span(t).bytes(), true);
-                    hccl.broadcast(to, span(t), *root)?;
+                    self.hccl()?.broadcast(to, span(t), *root)?;
                 }
                 Ok(())
             }
@@ -177,7 +165,7 @@ impl Issuer {
                 for (input, output) in pairs.iter().filter(|(i, _)| i.count() > 0) {
                     let bytes = span(input).bytes() * others;
                     self.counters.add(bytes, bytes);
-                    hccl.all_gather(to, span(input), span(output))?;
+                    self.hccl()?.all_gather(to, span(input), span(output))?;
                 }
                 Ok(())
             }
@@ -185,7 +173,7 @@ impl Issuer {
                 for (input, output) in pairs.iter().filter(|(_, o)| o.count() > 0) {
                     let bytes = span(output).bytes() * others;
                     self.counters.add(bytes, bytes);
-                    hccl.reduce_scatter(to, span(input), span(output), *op)?;
+                    self.hccl()?.reduce_scatter(to, span(input), span(output), *op)?;
                 }
                 Ok(())
             }
@@ -207,7 +195,7 @@ impl Issuer {
                     }
                     let bytes = span(input).bytes() * others / world;
                     self.counters.add(bytes, bytes);
-                    return hccl.all_to_all(to, span(input), span(output));
+                    return self.hccl()?.all_to_all(to, span(input), span(output));
                 }
                 self.exchange(
                     to,
@@ -228,7 +216,7 @@ impl Issuer {
                 let receives = self.only(*root, span(output));
                 self.exchange(to, &spans(inputs), &receives)
             }
-            Collective::Barrier => hccl.all_reduce(to, span(&self.scratch), ReduceOp::Sum),
+            Collective::Barrier => self.hccl()?.all_reduce(to, span(&self.scratch), ReduceOp::Sum),
             other => Err(Error::unsupported(format!(
                 "hccl does not offer {}",
                 other.kind()
@@ -250,7 +238,7 @@ impl Issuer {
         }
         self.count_rooted(root, span(input).bytes(), false);
         let result = (self.rank == root).then(|| span(output));
-        self.hccl().reduce(to, span(input), result, op, root)
+        self.hccl()?.reduce(to, span(input), result, op, root)
     }
 
     /// A list with `data` at `place` and nothing elsewhere.
@@ -303,17 +291,17 @@ impl Issuer {
         if parts.is_empty() {
             return Ok(());
         }
-        self.hccl()
+        self.hccl()?
             .group(|| parts.iter().try_for_each(|part| self.part(to, part)))
     }
 
     fn part(&self, to: Target, part: &Part) -> Result<()> {
         if part.send {
             self.counters.add(part.data.bytes(), 0);
-            self.hccl().send(to, part.data, part.peer)
+            self.hccl()?.send(to, part.data, part.peer)
         } else {
             self.counters.add(0, part.data.bytes());
-            self.hccl().receive(to, part.data, part.peer)
+            self.hccl()?.receive(to, part.data, part.peer)
         }
     }
 
@@ -372,7 +360,7 @@ impl Issuer {
     ) -> Result<Arc<HpuEvent>> {
         let comm = self.comm_of_messages()?;
         let data = span(tensor);
-        let channel = self.channel(Channel::new(send, peer))?;
+        let channel = self.channel(Channel { send, peer })?;
         if let Some(after) = after {
             channel.stream.wait_for(after, deadline)?;
         }
@@ -383,7 +371,7 @@ impl Issuer {
         if data.count > 0 {
             self.part(to, &Part { send, peer, data })?;
         }
-        let channel = self.channel(Channel::new(send, peer))?;
+        let channel = self.channel(Channel { send, peer })?;
         let done = channel.stream.mark()?;
         channel.last = Some(done.clone());
         Ok(done)
@@ -424,7 +412,7 @@ impl Issuer {
             stream.wait_for(after, deadline)?;
         }
         for part in &parts {
-            if let Some(last) = self.channel(Channel::new(part.send, part.peer))?.last.take() {
+            if let Some(last) = self.channel(part.channel())?.last.take() {
                 stream.wait_for(&*last, deadline)?;
             }
         }
@@ -435,7 +423,7 @@ impl Issuer {
         self.group(to, &parts)?;
         let done = stream.mark()?;
         for part in &parts {
-            let channel = self.channel(Channel::new(part.send, part.peer))?;
+            let channel = self.channel(part.channel())?;
             channel.stream.wait_for(&*done, deadline)?;
             channel.last = Some(done.clone());
         }

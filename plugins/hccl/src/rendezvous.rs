@@ -9,7 +9,7 @@ use crate::raw::hccl::{CommHandle, UniqueId};
 use crate::runtime::{Runtime, runtime};
 
 /// Runs a call of the library on a thread that is given up at the deadline, or when `elsewhere` says why.
-fn call<T: Send + 'static>(
+pub(crate) fn call<T: Send + 'static>(
     c: &Configuration,
     what: &str,
     phase: &str,

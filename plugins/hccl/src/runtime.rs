@@ -33,6 +33,8 @@ pub(crate) struct Runtime {
     pub(crate) device: u32,
     /// Memory whose tensors are gone: (address, bytes).
     retired: Mutex<Vec<(u64, u64)>>,
+    /// Ranges that a copy may still touch of which it is not known whether it has ended.
+    suspect: Mutex<Vec<(u64, u64)>>,
     /// All streams that are alive.
     streams: Mutex<Vec<StreamHandle>>,
 }
@@ -103,6 +105,7 @@ pub(crate) fn runtime() -> Result<&'static Runtime> {
             libraries,
             device,
             retired: Mutex::default(),
+            suspect: Mutex::default(),
             streams: Mutex::default(),
         })
     })
@@ -164,6 +167,19 @@ impl Runtime {
     /// Memory whose tensor is gone. Only remembered: a drop never calls the driver, the next allocation reuses or frees it.
     pub(crate) fn retire(&self, address: u64, bytes: u64) {
         self.retired().push((address, bytes));
+    }
+
+    /// A copy from or to that range has failed or was given up, and may still run.
+    pub(crate) fn suspect(&self, address: u64, bytes: u64) {
+        let mut suspect = self.suspect.lock().unwrap_or_else(PoisonError::into_inner);
+        suspect.push((address, bytes));
+    }
+
+    /// Whether a copy may still touch a part of that range.
+    pub(crate) fn is_suspect(&self, address: u64, bytes: u64) -> bool {
+        let suspect = self.suspect.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut suspect = suspect.iter();
+        suspect.any(|(at, long)| *at < address + bytes && address < at + long)
     }
 
     fn streams(&self) -> MutexGuard<'_, Vec<StreamHandle>> {

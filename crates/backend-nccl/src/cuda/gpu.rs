@@ -1,10 +1,10 @@
 //! One opened device: its context, its kernels and its caches. Opened once per process and index, and kept.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ftcore::{Device, DeviceKind, Error, Result};
+use ftcore::{Device, DeviceKind, Error, Event, Result};
 
 use super::driver::driver;
 use super::event::CudaEvent;
@@ -31,12 +31,20 @@ pub(crate) struct Gpu {
     events: Mutex<Vec<EventHandle>>,
     /// Those that other processes may wait for. Never destroyed: they have them open.
     shared_events: Mutex<Vec<(EventHandle, IpcHandle)>>,
-    /// Copies that may still be under way, by the address of the block.
-    uses: Mutex<HashMap<u64, Arc<CudaEvent>>>,
+    /// Blocks for tensors, by their addresses.
+    blocks: Mutex<BTreeMap<u64, Uses>>,
     functions: OnceLock<Result<Vec<Function>>>,
     slots: OnceLock<Slots>,
     /// Page-locked host memory for later use.
     pub(crate) pinned: pinned::Cache,
+}
+
+/// What may still use a block.
+struct Uses {
+    /// The byte after the last.
+    end: u64,
+    /// Copies that may still be under way, on whatever streams.
+    until: Vec<Arc<CudaEvent>>,
 }
 
 /// A device that is current on this thread. When this is dropped, the one that was before is so again: a caller's own code may count
@@ -123,7 +131,7 @@ impl Gpu {
             free_stream: driver.stream(false)?,
             events: Mutex::default(),
             shared_events: Mutex::default(),
-            uses: Mutex::default(),
+            blocks: Mutex::default(),
             functions: OnceLock::new(),
             slots: OnceLock::new(),
             pinned: pinned::Cache::default(),
@@ -181,14 +189,33 @@ impl Gpu {
         lock(&self.shared_events).push((event, name));
     }
 
-    /// Notes that the block at `address` is in use until `event`.
-    pub(crate) fn note_use(&self, address: u64, event: Arc<CudaEvent>) {
-        lock(&self.uses).insert(address, event);
+    /// Enters a block, so that its uses are noted.
+    pub(crate) fn add_block(&self, span: Span) {
+        let uses = Uses {
+            end: span.end(),
+            until: Vec::new(),
+        };
+        lock(&self.blocks).insert(span.start(), uses);
     }
 
-    /// The event of the last copy of that block, if there was one; forgets it.
-    pub(crate) fn last_use(&self, address: u64) -> Option<Arc<CudaEvent>> {
-        lock(&self.uses).remove(&address)
+    /// Notes that the block in which `span` lies, maybe as the part that another tensor has, is in use until `event`. False if that is not
+    /// one of ours: then nothing is noted.
+    #[must_use]
+    pub(crate) fn note_use(&self, span: Span, event: &Arc<CudaEvent>) -> bool {
+        let mut blocks = lock(&self.blocks);
+        let last = blocks.range_mut(..=span.start()).next_back();
+        let Some((_, uses)) = last.filter(|(_, uses)| span.end() <= uses.end) else {
+            return false;
+        };
+        uses.until.retain(|e| !matches!(e.query(), Ok(true)));
+        uses.until.push(event.clone());
+        true
+    }
+
+    /// Forgets a block; the copies that may still use it.
+    pub(crate) fn remove_block(&self, span: Span) -> Vec<Arc<CudaEvent>> {
+        let uses = lock(&self.blocks).remove(&span.start());
+        uses.map(|uses| uses.until).unwrap_or_default()
     }
 
     /// The result slots.

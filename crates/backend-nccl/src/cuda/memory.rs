@@ -10,7 +10,7 @@ use super::gpu::Gpu;
 use super::lost;
 use super::raw::{self, Span, StreamHandle};
 
-/// Owns a block. Freed in stream order after the last noted use, so dropping it never waits.
+/// Owns a block. Freed in stream order after all noted uses, so dropping it never waits.
 pub(crate) struct Block {
     gpu: Arc<Gpu>,
     span: Span,
@@ -27,6 +27,7 @@ impl Block {
         };
         // Only allocations are on that stream: this is microseconds.
         CudaEvent::record(gpu, gpu.alloc_stream)?.synchronize(deadline_in(Duration::from_secs(60)))?;
+        gpu.add_block(span);
         Ok(block)
     }
 
@@ -47,8 +48,8 @@ impl Drop for Block {
     fn drop(&mut self) {
         let gpu = &self.gpu;
         let freed = gpu.enter().and_then(|_inside| {
-            if let Some(event) = gpu.last_use(self.span.start()) {
-                gpu.driver.stream_wait(gpu.free_stream, event.handle())?;
+            for copy in gpu.remove_block(self.span) {
+                gpu.driver.stream_wait(gpu.free_stream, copy.handle())?;
             }
             gpu.driver.free(self.span, gpu.free_stream)
         });
@@ -88,10 +89,10 @@ pub(crate) fn copy_in(gpu: &Arc<Gpu>, from: &[u8], to: &mut Tensor, stream: Stre
     gpu.driver.copy_in(from, span, stream)?;
     match CudaEvent::record(gpu, stream) {
         Ok(done) => {
-            // The tensor may be dropped before the copy is done.
-            gpu.note_use(span.start(), done.clone());
-            // Read by the device itself, later.
-            if gpu.driver.is_pinned(from) {
+            // The tensor may be dropped before the copy is done; memory that is not ours would be freed by its owner then.
+            let noted = gpu.note_use(span, &done);
+            // Pinned: read by the device itself, later.
+            if !noted || gpu.driver.is_pinned(from) {
                 await_copy(gpu, stream, Ok(done), Duration::from_micros(20))?;
             }
             Ok(())

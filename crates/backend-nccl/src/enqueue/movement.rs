@@ -6,16 +6,7 @@ use nccl_sys::dtype;
 use super::{Finish, Job, dtype_of};
 use crate::cuda::kernels::Kernel;
 use crate::cuda::raw::Span;
-use crate::raw::{Calls, Native};
-
-/// The spans as one, if they lie side by side and are equally long.
-fn side_by_side(spans: &[Span]) -> Option<Span> {
-    let first = spans.first()?;
-    let fits = spans
-        .windows(2)
-        .all(|w| matches!(w, [a, b] if a.end() == b.start() && a.bytes() == b.bytes()));
-    fits.then(|| first.widen(spans.len()))
-}
+use crate::raw::Calls;
 
 fn spans(tensors: &[Tensor]) -> Vec<Span> {
     tensors.iter().map(Span::of).collect()
@@ -110,24 +101,13 @@ impl Job<'_> {
             }
             Collective::Gather { input, outputs, root } => {
                 let (own, list) = (Span::of(input), spans(outputs));
-                let native =
-                    side_by_side(&list).filter(|_| own.bytes() > 0 && self.shared.has(Native::Gather));
                 if place.rank == *root {
                     self.traffic(0, list.iter().map(|s| s.bytes()).sum::<usize>() - own.bytes());
-                    if native.is_none() {
-                        self.own_part(own, list.get(rank))?;
-                    }
+                    self.own_part(own, list.get(rank))?;
                 } else {
                     self.traffic(own.bytes(), 0);
                 }
                 self.moved(arrived(input.dtype(), &list), |calls| {
-                    // NCCL makes the others' sends of it, so that only the root needs to know.
-                    if let Some(to) = native
-                        && let Some(done) =
-                            calls.gather(own, to, own.bytes(), dtype::UINT8, *root, self.stream)
-                    {
-                        return done;
-                    }
                     if place.rank != *root {
                         return self.send(calls, own, *root);
                     }
@@ -136,23 +116,15 @@ impl Job<'_> {
             }
             Collective::Scatter { inputs, output, root } => {
                 let (own, list) = (Span::of(output), spans(inputs));
-                let native =
-                    side_by_side(&list).filter(|_| own.bytes() > 0 && self.shared.has(Native::Scatter));
                 if place.rank == *root {
                     self.traffic(list.iter().map(|s| s.bytes()).sum::<usize>() - own.bytes(), 0);
-                    if let Some(from) = list.get(rank).filter(|_| native.is_none()) {
+                    if let Some(from) = list.get(rank) {
                         self.own_part(*from, Some(&own))?;
                     }
                 } else {
                     self.traffic(0, own.bytes());
                 }
                 self.moved(arrived(output.dtype(), &[own]), |calls| {
-                    if let Some(from) = native
-                        && let Some(done) =
-                            calls.scatter(from, own, own.bytes(), dtype::UINT8, *root, self.stream)
-                    {
-                        return done;
-                    }
                     if place.rank != *root {
                         return self.receive(calls, own, *root);
                     }
@@ -163,7 +135,6 @@ impl Job<'_> {
                 inputs.first().map_or(DType::U8, Tensor::dtype),
                 &spans(inputs),
                 &spans(outputs),
-                false,
             ),
             Collective::AllToAllInto {
                 input,
@@ -173,8 +144,7 @@ impl Job<'_> {
             } => {
                 let from = cut(input, input_splits, world)?;
                 let to = cut(output, output_splits, world)?;
-                let even = input_splits.is_empty() && output_splits.is_empty();
-                self.exchange(input.dtype(), &from, &to, even)
+                self.exchange(input.dtype(), &from, &to)
             }
             other => Err(Error::unsupported(format!(
                 "{} is not a movement of data",
@@ -184,7 +154,7 @@ impl Job<'_> {
     }
 
     fn traffic(&self, sent: usize, received: usize) {
-        self.shared.counters.add(sent, received);
+        self.shared.counters.add(sent as u64, received as u64);
     }
 
     /// One group of `calls` and the finishing touches.
@@ -220,28 +190,15 @@ impl Job<'_> {
             .try_for_each(|(r, span)| f(r, *span))
     }
 
-    fn exchange(&self, d: DType, from: &[Span], to: &[Span], even: bool) -> Result<()> {
+    fn exchange(&self, d: DType, from: &[Span], to: &[Span]) -> Result<()> {
         let rank = self.shared.place.rank as usize;
         let bytes = |list: &[Span]| -> usize { list.iter().map(|s| s.bytes()).sum() };
         let own = from.get(rank).map_or(0, |s| s.bytes());
         self.traffic(bytes(from) - own, bytes(to) - own);
-        // One native call; NCCL makes the same sends and receives of it, so that ranks may differ in this.
-        let native = match (even, side_by_side(from), side_by_side(to)) {
-            (true, Some(from), Some(to)) if own > 0 => Some((from, to)),
-            _ => None,
-        };
-        let native = native.filter(|_| self.shared.has(Native::AllToAll));
-        if native.is_none()
-            && let Some(from) = from.get(rank)
-        {
+        if let Some(from) = from.get(rank) {
             self.own_part(*from, to.get(rank))?;
         }
         self.moved(arrived(d, to), |calls| {
-            if let Some((from, to)) = native
-                && let Some(done) = calls.all_to_all(from, to, own, dtype::UINT8, self.stream)
-            {
-                return done;
-            }
             self.each_other(from, |r, span| self.send(calls, span, r))?;
             self.each_other(to, |r, span| self.receive(calls, span, r))
         })

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use backend_nccl::{CudaAccelerator, NcclGroup};
 use ftcore::{
-    Accelerator, Collective, DType, Error, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp,
+    Accelerator, Collective, DType, Error, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp,
     SubmitOptions, Tensor, deadline_in,
 };
 
@@ -156,10 +156,73 @@ fn every_type() -> Outcome {
     })
 }
 
+/// Rank 1 abstains: its zeros by an infinite factor would be NaN.
+fn infinite_factor() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        let given = [1.0f32, -2.0, 0.5, -4.0].map(f32::to_ne_bytes).concat();
+        let op = Collective::AllReduce {
+            tensors: vec![upload(rank, DType::F32, &given)?],
+            op: ReduceOp::PremulSum(f64::INFINITY),
+        };
+        let options = SubmitOptions {
+            contribute: rank == 0,
+            ..SubmitOptions::by(deadline_in(SOON))
+        };
+        let got = read(&group.run(op, options).map_err(|r| r.error)?.take_tensor()?)?;
+        let signs = [1.0f32, -1.0, 1.0, -1.0].map(|s| s * f32::INFINITY);
+        check(got == signs, || format!("{got:?}"))
+    })
+}
+
+/// A factor that the type of the elements has only as infinity or as zero.
+fn factors_that_do_not_fit() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    group.configure(by_itself(1, SOON))?;
+    let scale = |dtype, factor| {
+        let tensor = CudaAccelerator.alloc(0, dtype, &[4])?;
+        Ok::<_, Error>(group.all_reduce(tensor, ReduceOp::PremulSum(factor))?)
+    };
+    let refused = [
+        (DType::F16, 1e5),
+        (DType::F16, -1e-9),
+        (DType::BF16, 1e39),
+        (DType::F32, 1e39),
+        (DType::F32, 1e-60),
+    ];
+    for (dtype, factor) in refused {
+        let e = scale(dtype, factor).err().ok_or("it was accepted")?;
+        says(
+            &e,
+            ErrorKind::InvalidArgument,
+            &["premul_sum", &dtype.to_string()],
+        )?;
+    }
+    // Each type has these.
+    for (dtype, factor) in [(DType::F16, 6e4), (DType::BF16, 1e38), (DType::F64, 1e300)] {
+        scale(dtype, factor)?.wait_done()?;
+    }
+    for factor in [0.0, f64::INFINITY, f64::NAN] {
+        scale(DType::F16, factor)?.wait_done()?;
+    }
+    Ok(())
+}
+
 pub(super) fn scenarios() -> Vec<Scenario> {
-    vec![scenario(
-        "call_of_a_rank_that_abstains_changes_nothing_in_any_type",
-        &[],
-        every_type,
-    )]
+    vec![
+        scenario(
+            "call_of_a_rank_that_abstains_changes_nothing_in_any_type",
+            &[],
+            every_type,
+        ),
+        scenario(
+            "call_of_a_rank_that_abstains_makes_no_nan_of_an_infinite_factor",
+            &[],
+            infinite_factor,
+        ),
+        scenario(
+            "call_with_a_factor_that_the_type_cannot_hold_is_refused",
+            &[],
+            factors_that_do_not_fit,
+        ),
+    ]
 }

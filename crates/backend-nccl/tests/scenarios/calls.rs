@@ -1,13 +1,12 @@
 //! A call of the library or the driver on the way of an operation fails once on one rank, at each step that an operation has here: the failure
 //! names the call, the other rank hears of it, and the same process goes on in the next epoch.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use backend_nccl::{CudaAccelerator, NcclGroup};
 use ftcore::{
-    Accelerator, Collective, DType, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup,
-    ProcessGroupExt, ReduceOp, SubmitOptions, Tensor, Work, deadline_in,
+    Accelerator, Collective, DType, Error, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp,
+    SubmitOptions, Work, deadline_in,
 };
 
 use super::kit::*;
@@ -22,18 +21,10 @@ struct Way {
     submit: fn(u32, &NcclGroup) -> Result<Work, Error>,
 }
 
-const WAYS: [Way; 13] = [
+const WAYS: [Way; 11] = [
     way("cuMemcpyDtoHAsync", sum),
-    way("ncclAlltoAll", |r, g| {
+    way("ncclSend", |r, g| {
         Ok(g.all_to_all_into(filled(r, 1.0, 20)?, filled(r, 0.0, 20)?, Vec::new(), Vec::new())?)
-    }),
-    way("ncclGather", |r, g| {
-        let outputs = if r == 0 { halves(r)? } else { Vec::new() };
-        Ok(g.gather(filled(r, 1.0, 10)?, outputs, 0)?)
-    }),
-    way("ncclScatter", |r, g| {
-        let inputs = if r == 0 { halves(r)? } else { Vec::new() };
-        Ok(g.scatter(inputs, filled(r, 0.0, 10)?, 0)?)
     }),
     way("ncclSend", message),
     way("ncclCommInitRankConfig", message),
@@ -64,16 +55,6 @@ fn message(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
         0 => Ok(group.send(filled(0, 1.0, 10)?, 1, 0)?),
         _ => Ok(group.recv(filled(1, 0.0, 10)?, 0, 0)?),
     }
-}
-
-/// Two tensors that lie side by side, which the native calls want.
-fn halves(rank: u32) -> Result<Vec<Tensor>, Error> {
-    let whole = Arc::new(filled(rank, 1.0, 20)?);
-    let crossing = ftcore::crossing(&DeviceKind::Cuda).ok_or_else(|| Error::unsupported("no crossing"))?;
-    [0, 40]
-        .into_iter()
-        .map(|at| crossing.part(&whole, at, DType::F32, &[10], Box::new(())))
-        .collect()
 }
 
 /// Neither rank contributes, so that whichever call fails is the group's own.
@@ -154,60 +135,50 @@ fn no_id() -> Outcome {
 type Row = (&'static str, &'static str, fn() -> Outcome);
 
 pub(super) fn scenarios() -> Vec<Scenario> {
-    let list: [Row; 13] = [
+    let list: [Row; 11] = [
         (
             "call_fetching_contributors_fails",
             "cuMemcpyDtoHAsync:1:700",
             fails::<0>,
         ),
-        (
-            "call_all_to_all_is_native_and_fails",
-            "ncclAlltoAll@1:1:1",
-            fails::<1>,
-        ),
-        ("call_gather_is_native_and_fails", "ncclGather@0:1:1", fails::<2>),
-        (
-            "call_scatter_is_native_and_fails",
-            "ncclScatter@0:1:1",
-            fails::<3>,
-        ),
-        ("call_send_fails", "ncclSend@0:1:1", fails::<4>),
+        ("call_sending_in_an_exchange_fails", "ncclSend@1:1:1", fails::<1>),
+        ("call_send_fails", "ncclSend@0:1:1", fails::<2>),
         // Two for the groups; the third is a channel.
         (
             "call_joining_a_channel_fails",
             "ncclCommInitRankConfig@1:2:2",
-            fails::<5>,
+            fails::<3>,
         ),
         (
             "call_a_kernel_that_does_not_start_fails",
             "cuLaunchKernel:1:719",
-            fails::<6>,
+            fails::<4>,
         ),
-        ("call_filling_memory_fails", "cuMemsetD32Async:1:1", fails::<7>),
+        ("call_filling_memory_fails", "cuMemsetD32Async:1:1", fails::<5>),
         (
             "call_recording_the_end_fails",
             "cuEventRecord/ncclAllReduce:1:700",
-            fails::<8>,
+            fails::<6>,
         ),
         (
             "call_recording_the_end_of_a_message_fails",
             "cuEventRecord/ncclSend:1:700",
-            fails::<9>,
+            fails::<7>,
         ),
         (
             "call_without_memory_for_counts_fails_and_the_next_epoch_has_it",
             "cuMemHostAlloc:1:2",
-            fails::<10>,
+            fails::<8>,
         ),
         (
             "call_waiting_for_the_caller_s_stream_fails",
             "cuStreamWaitEvent:1:700",
-            fails::<11>,
+            fails::<9>,
         ),
         (
             "call_without_scratch_memory_fails",
             "cuMemAllocAsync/cuLaunchKernel:1:2",
-            fails::<12>,
+            fails::<10>,
         ),
     ];
     let mut all: Vec<Scenario> = list

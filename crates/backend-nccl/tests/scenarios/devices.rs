@@ -96,6 +96,38 @@ fn too_early() -> Outcome {
     Ok(stream.synchronize(deadline_in(SOON))?)
 }
 
+/// A stream whose next piece of work comes after several others, long after the free that forgets to wait for it.
+fn busy_stream() -> Result<(Arc<dyn Stream>, Tensor), Error> {
+    let stream = stream()?;
+    let mut before = CudaAccelerator.alloc(0, DType::U8, &[8])?;
+    for _ in 0..8 {
+        CudaAccelerator.copy_in(&[1; 8], &mut before, &*stream)?;
+    }
+    Ok((stream, before))
+}
+
+/// The stand-in ends the process at a copy into memory that was freed.
+fn part_dropped_early() -> Outcome {
+    let (stream, _before) = busy_stream()?;
+    let whole = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
+    let (first, mut second) = whole.split_at(1000).map_err(|refused| refused.0)?;
+    CudaAccelerator.copy_in(&[2; 3000], &mut second, &*stream)?;
+    check(!stream.query()?, || "the host waited for the copy".into())?;
+    drop((first, second));
+    Ok(stream.synchronize(deadline_in(SOON))?)
+}
+
+/// Of two streams that write into one block the first is the one that takes long.
+fn dropped_early_on_two_streams() -> Outcome {
+    let (slow, _before) = busy_stream()?;
+    let quick = stream()?;
+    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
+    CudaAccelerator.copy_in(&[2; 4000], &mut tensor, &*slow)?;
+    CudaAccelerator.copy_in(&[3; 4000], &mut tensor, &*quick)?;
+    drop(tensor);
+    Ok(slow.synchronize(deadline_in(SOON))?)
+}
+
 fn refusals() -> Outcome {
     let e = CudaAccelerator
         .current()
@@ -302,6 +334,18 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "device_waits_end_at_their_deadlines",
             &[("OXCCL_STANDIN_CUDA_DELAY_US", "300000")],
             too_early,
+        )
+        .on_the_stand_in(),
+        scenario(
+            "device_memory_of_a_part_is_freed_after_the_copy_into_it",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "20000")],
+            part_dropped_early,
+        )
+        .on_the_stand_in(),
+        scenario(
+            "device_memory_is_freed_after_the_copies_of_all_streams",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "20000")],
+            dropped_early_on_two_streams,
         )
         .on_the_stand_in(),
         scenario("device_refuses_what_cannot_be", &[], refusals).of_devices(2),

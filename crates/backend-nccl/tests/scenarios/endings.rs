@@ -90,6 +90,29 @@ fn events_come_from_the_cache() -> Outcome {
     })
 }
 
+/// Rank 1 calls nothing, so everything that rank 0 has called waits to be compared when it aborts.
+fn abort_before_anything_was_compared() -> Outcome {
+    const QUEUED: usize = 30;
+    let mut options = GroupOptions::default();
+    let hint = ("mismatch_detection".to_string(), "on".to_string());
+    options.hints.extend([hint]);
+    two(options, |rank, group, store| {
+        if rank == 0 {
+            let queued = (0..QUEUED).map(|_| submit(0, group, TIME_LIMIT));
+            let works = queued.collect::<Result<Vec<_>, _>>()?;
+            group.abort("enough");
+            let mut back = 0;
+            for work in &works {
+                let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
+                says(&e, ErrorKind::Aborted, &["enough"])?;
+                back += work.recover().len();
+            }
+            check(back == QUEUED, || format!("{back} of {QUEUED} tensors came back"))?;
+        }
+        Ok(store.barrier("rank 0 has them", 2, deadline_in(SOON))?)
+    })
+}
+
 fn shutdown_with_work() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         let work = submit(rank, group, TIME_LIMIT)?;
@@ -248,6 +271,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             FAIL,
             "ncclAllReduce@1:3:8",
             own_time_out,
+        ),
+        scenario(
+            "end_of_a_group_that_compares_gives_back_what_is_queued",
+            &[],
+            abort_before_anything_was_compared,
         ),
         scenario(
             "end_leave_that_takes_too_long_becomes_an_abort",

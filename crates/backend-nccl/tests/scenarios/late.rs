@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ftcore::{ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
 use libtest_mimic::Failed;
 
+use super::endings::until_logged;
 use super::kit::*;
 use super::parts::message;
 use super::set_up::log_lines;
@@ -140,6 +141,23 @@ fn let_go_when_under_way(round: usize) -> Outcome {
     let_go()
 }
 
+/// The parent is aborted when its child stands and no group has it yet.
+fn child_of_an_aborted_parent() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    group.configure(by_itself(1, SOON))?;
+    let split = std::thread::scope(|scope| {
+        let splitting = scope.spawn(|| group.split(Some(0), 0, deadline_in(SOON)).map(drop));
+        until_logged("held ncclCommGetAsyncError.child")?;
+        group.abort("enough");
+        until_logged("end abort rank=0")?;
+        let_go()?;
+        splitting.join().map_err(|_| Failed::from("a panic"))
+    })?;
+    let e = split.err().ok_or("the split succeeded")?;
+    says(&e, ErrorKind::Aborted, &["enough"])?;
+    all_end(2)
+}
+
 pub(super) fn scenarios() -> Vec<Scenario> {
     let held = |name, what, body| scenario(name, &[(HANG, what), LOG], body);
     vec![
@@ -167,6 +185,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "late_answer_of_a_channel_that_opens_is_ended",
             "held:ncclCommInitRankConfig@1:2",
             channel_late,
+        ),
+        held(
+            "late_child_of_a_parent_that_was_aborted_is_ended",
+            "held:ncclCommGetAsyncError.child:1",
+            child_of_an_aborted_parent,
         ),
         scenario(
             "late_error_of_a_split_ends_the_communicator_on_all_ranks",

@@ -421,17 +421,17 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         refused(
             "system_without_a_thread_for_rank_1_s_communicator_is_told_at_once",
-            "pthread_create/rank-1:1:11",
+            "pthread_create/rank-1:2:11",
             thread_of_one,
         ),
         refused(
             "system_without_a_thread_for_rank_1_s_connection_is_told",
-            "pthread_create/rank-1:4:11",
+            "pthread_create/rank-1:5:11",
             thread_of_one,
         ),
         refused(
             "system_without_a_thread_for_rank_1_s_watchdog_is_told",
-            "pthread_create/rank-1:2:11",
+            "pthread_create/rank-1:3:11",
             thread_of_one,
         ),
         refused("system_without_a_socket_for_the_port", "socket/rank-0:1:24", port),
@@ -445,7 +445,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         refused(
             "system_without_a_socket_for_rank_1",
-            "socket/rank-1:1:24",
+            "socket/ox-meet:1:24",
             no_socket,
         ),
         refused(
@@ -483,7 +483,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         refused(
             "system_without_a_thread_for_a_split",
-            "pthread_create/rank-1:5:11",
+            "pthread_create/rank-1:6:11",
             no_split,
         ),
         refused(

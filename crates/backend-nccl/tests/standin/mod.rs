@@ -67,8 +67,8 @@ pub(crate) fn or_restart(more: &[(&str, &str)]) {
     std::process::exit(status.code().unwrap_or(101));
 }
 
-/// What came after 2.19: used where a library has it, composed of other calls where it has not.
-pub(crate) const NEWER: [&str; 4] = ["ncclAlltoAll", "ncclGather", "ncclScatter", "ncclCommRevoke"];
+/// What came after 2.19: used where a library has it, done without where it has not.
+pub(crate) const NEWER: [&str; 1] = ["ncclCommRevoke"];
 
 /// A copy of the library in which functions have other names, so that looking them up fails.
 pub(crate) fn without(library: &Path, to: PathBuf, functions: &[&str]) -> PathBuf {

@@ -1,22 +1,17 @@
 //! The process group on xpu memory: the host path's engine with a device beside it.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use ftcore::registry::{BackendFactory, StaticBackend};
-use ftcore::{
-    Capabilities, Checked, Configuration, Device, DeviceKind, Error, GroupInfo, GroupOptions, OpKind,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, names, wrong_device,
-};
+use ftcore::{Capabilities, Device, DeviceKind, Error, GroupOptions, OpKind, ProcessGroup, Result, names};
 
 use oneccl_sys::Library;
 
 use super::comm::Side;
 use super::device::Xpu;
 use super::probe;
-use crate::comms::Comms;
 use crate::group;
-use crate::member::Member;
+use crate::member::{Member, is_a_member};
 use crate::options::Settings;
 
 /// Why there are no messages on SYCL's CPU device.
@@ -31,10 +26,7 @@ const NO_MESSAGES: &str = "not offered on SYCL's CPU device, where oneCCL's own 
 ///   command on that stream does, until the operation is enqueued. For an adopted queue `wait_on` itself waits for that;
 /// - what oneCCL lacks and needs a look at values (averages, min and max of floats, bool, 16-bit integers, bits) goes by way of
 ///   host memory: there is no compiler here to make kernels with.
-pub struct XpuGroup {
-    xpu: Arc<Xpu>,
-    member: Member,
-}
+pub struct XpuGroup(Member);
 
 /// What groups on `xpu` memory offer, with messages or without.
 fn capabilities(settings: &Settings, has_messages: bool) -> Capabilities {
@@ -98,88 +90,13 @@ impl XpuGroup {
         let settings = Settings::new(options)?;
         let xpu = Xpu::open(device.index)?;
         let library = probe::usable(&xpu)?;
-        Ok(Self::with(name.into(), xpu, library, settings))
-    }
-
-    fn with(name: String, xpu: Arc<Xpu>, library: &'static Library, settings: Settings) -> Self {
         let capabilities = capabilities(&settings, !xpu.is_cpu);
-        Self {
-            xpu,
-            member: Member::new(name, library, settings, capabilities),
-        }
-    }
-
-    /// The queue of the communicator is the engine's.
-    fn queue(&self, comms: &Comms) -> Result<Option<Arc<Side>>> {
-        let made = comms.collectives.side().cloned();
-        made.map_or_else(|| Side::new(&self.xpu), Ok).map(Some)
+        let member = Member::new(name.into(), library, settings, capabilities, Some(xpu));
+        Ok(Self(member))
     }
 }
 
-impl ProcessGroup for XpuGroup {
-    fn info(&self) -> GroupInfo {
-        self.member.lifecycle.info(self.xpu.device())
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        &self.member.capabilities
-    }
-
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        let side = Side::new(&self.xpu)?;
-        let complete = move |made| Comms::complete(made, Some(&side));
-        self.member
-            .configure(configuration, complete, |comms| self.queue(comms))
-    }
-
-    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let own = self.xpu.device();
-        self.member.submit(op, &options, |op| {
-            match op.tensors().into_iter().find(|t| *t.device() != own) {
-                Some(tensor) => Err(wrong_device(tensor, &own.to_string())),
-                None => options.stream.as_ref().map(|s| s.record()).transpose(),
-            }
-        })
-    }
-
-    fn split(
-        &self,
-        color: Option<u32>,
-        key: u32,
-        deadline: Instant,
-    ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let Some((configuration, comms)) = self.member.split(self, color, key, deadline)? else {
-            return Ok(None);
-        };
-        let name = configuration.name.clone();
-        let child = Self::with(
-            name,
-            self.xpu.clone(),
-            self.member.library,
-            self.member.settings.clone(),
-        );
-        child
-            .member
-            .adopt(configuration, comms, |comms| child.queue(comms))?;
-        Ok(Some(Box::new(child)))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.member.lifecycle.abort(reason);
-    }
-
-    fn error(&self) -> Option<Error> {
-        self.member.lifecycle.error()
-    }
-
-    fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.member.shutdown(deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.member.counters.traffic()
-    }
-}
+is_a_member!(XpuGroup);
 
 /// Makes xccl groups on xpu memory for the registry.
 #[derive(Debug, Clone, Copy, Default)]

@@ -10,7 +10,7 @@
 
 mod accelerator;
 pub(crate) mod comm;
-mod device;
+pub(crate) mod device;
 mod driver;
 pub(crate) mod event;
 mod group;

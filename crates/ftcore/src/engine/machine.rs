@@ -279,9 +279,19 @@ impl<E: Clone> Machine<E> {
         }
     }
 
-    /// Whether an executor would do anything but wait. `each`: every channel has one.
-    pub(super) fn has_turn(&self, each: bool) -> bool {
-        (each && self.next().is_some()) || self.coming() != Turn::Wait
+    /// Whether an executor would do anything but wait. `each`: every channel has one, and it is asked of those of `messages` or of that of the
+    /// collectives.
+    pub(super) fn has_turn(&self, each: bool, messages: bool) -> bool {
+        match self.coming() {
+            Turn::Over => true,
+            coming if !each => coming != Turn::Wait,
+            // The end is one executor's.
+            Turn::Release => !messages,
+            Turn::Start(_) | Turn::Wait => {
+                let asked = |id: &Channel| (*id != Channel::Collectives) == messages;
+                self.next_of(asked).is_some()
+            }
+        }
     }
 
     /// As [`turn`](Self::turn), for the thread that has submitted `number`: it takes no other's turn.
@@ -324,10 +334,15 @@ impl<E: Clone> Machine<E> {
 
     /// The first operation that the driver has not seen and may have.
     fn next(&self) -> Option<u64> {
+        self.next_of(|_| true)
+    }
+
+    /// As [`next`](Self::next), in the channels of which `is` is true.
+    fn next_of(&self, is: impl Fn(&Channel) -> bool) -> Option<u64> {
         let depth = self.rules.depth.max(1);
-        let free = self.channels.values().filter(|c| c.out < depth);
+        let free = self.channels.iter().filter(|(id, c)| c.out < depth && is(id));
         // A number is higher than those of all operations that were submitted before.
-        free.filter_map(|c| c.queued.front().copied()).min()
+        free.filter_map(|(_, c)| c.queued.front().copied()).min()
     }
 
     /// The driver's `enqueue` has returned.

@@ -262,7 +262,8 @@ impl Walk {
 
     fn turn(&mut self) {
         let number = self.dice.roll(4);
-        let had = self.machine.has_turn(self.blocks);
+        let had =
+            self.machine.has_turn(self.blocks, false) || (self.blocks && self.machine.has_turn(true, true));
         let turn = match self.seen.keys().nth_back(number as usize) {
             // The thread that has submitted it takes this one's turn or none.
             Some(&own) if self.dice.roll(2) == 0 => match self.machine.turn_of(own) {
@@ -328,7 +329,7 @@ impl Walk {
         let next = next.filter(|_| self.out(channel) < self.rules.depth);
         let idle = self.seen.values().all(|s| s.told && s.memory == Memory::Answered);
         let idle = idle && self.carried.is_empty();
-        let had = self.machine.has_turn(true);
+        let had = self.machine.has_turn(true, channel != Channel::Collectives);
         let turn = self.machine.turn_in(channel);
         assert!(had || turn == Turn::Wait, "no executor is woken for {turn:?}");
         match turn {

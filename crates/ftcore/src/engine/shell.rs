@@ -182,8 +182,8 @@ struct State<J> {
     carried: Vec<(u64, Label)>,
     /// Threads that wait for `moved`.
     waiting: usize,
-    /// Executors without a turn.
-    idle: usize,
+    /// Executors without a turn: whether the one of the collectives is, and how many of messages are.
+    idle: [usize; 2],
     /// The channels of messages that have an executor.
     executors: BTreeSet<Channel>,
     /// What the clock was last told.
@@ -209,10 +209,10 @@ pub struct Engine<D: Driver> {
     state: Mutex<State<D::Job>>,
     /// Something has ended, or gone to the driver: for callers that wait for either.
     moved: Condvar,
-    /// There is a turn, for executors. Not `moved`: most of what callers wait for concerns no executor, and to wake one in vain costs more
-    /// than a small operation.
-    turns: Condvar,
-    /// Counts the turns, so that an executor can look without the lock.
+    /// There is a turn, for executors, as in [`State::idle`]. Not `moved`: most of what callers wait for concerns no executor, and to wake one
+    /// in vain costs more than a small operation.
+    turns: [Condvar; 2],
+    /// Counts the turns of collectives, so that their executor can look without the lock.
     arrivals: AtomicU64,
     recorder: OnceLock<flight_recorder::Recorder>,
     /// Itself, for tickets and the clock.
@@ -235,13 +235,13 @@ impl<D: Driver> Engine<D> {
                 telling: false,
                 carried: Vec::new(),
                 waiting: 0,
-                idle: 0,
+                idle: [0; 2],
                 executors: BTreeSet::new(),
                 armed: None,
                 unclean: None,
             }),
             moved: Condvar::new(),
-            turns: Condvar::new(),
+            turns: [Condvar::new(), Condvar::new()],
             me: me.clone(),
         });
         let executor = engine.clone();
@@ -266,14 +266,19 @@ impl<D: Driver> Engine<D> {
     /// Wakes the threads that may go on now, if there are any: this is on the path of every call.
     fn wake(&self, state: MutexGuard<'_, State<D::Job>>) {
         let callers = state.waiting > 0;
-        let executors = state.idle > 0 && state.machine.has_turn(D::BLOCKS);
+        let has_turn = |messages: bool| {
+            state.idle[usize::from(messages)] > 0 && state.machine.has_turn(D::BLOCKS, messages)
+        };
+        let executors = [has_turn(false), has_turn(true)];
         drop(state);
         if callers {
             self.moved.notify_all();
         }
-        if executors {
+        if executors[0] {
             self.arrivals.fetch_add(1, Ordering::Release);
-            self.turns.notify_all();
+        }
+        for (turns, _) in self.turns.iter().zip(executors).filter(|(_, has)| *has) {
+            turns.notify_all();
         }
     }
 
@@ -490,6 +495,7 @@ impl<D: Driver> Engine<D> {
             Channel::Collectives => self.driver.spin_budget().executor,
             _ => Duration::ZERO,
         };
+        let kind = usize::from(channel != Channel::Collectives);
         let mut looks = false;
         let mut state = self.lock();
         loop {
@@ -506,13 +512,13 @@ impl<D: Driver> Engine<D> {
                 Turn::Wait if looks => {
                     looks = false;
                     let seen = self.arrivals.load(Ordering::Acquire);
-                    state.idle += 1;
+                    state.idle[kind] += 1;
                     drop(state);
                     look(deadline_in(budget), || {
                         self.arrivals.load(Ordering::Acquire) != seen
                     });
                     state = self.lock();
-                    state.idle -= 1;
+                    state.idle[kind] -= 1;
                 }
                 Turn::Release => {
                     drop(state);
@@ -527,9 +533,11 @@ impl<D: Driver> Engine<D> {
                     state = self.lock();
                 }
                 Turn::Wait => {
-                    state.idle += 1;
-                    state = self.turns.wait(state).unwrap_or_else(PoisonError::into_inner);
-                    state.idle -= 1;
+                    state.idle[kind] += 1;
+                    state = self.turns[kind]
+                        .wait(state)
+                        .unwrap_or_else(PoisonError::into_inner);
+                    state.idle[kind] -= 1;
                 }
                 Turn::Over => return,
             }

@@ -333,147 +333,6 @@ impl Hccl {
         Some(Error::new(Self::kind(error), text).with_code(i64::from(error)))
     }
 
-    /// Enqueues an all-reduce in place.
-    pub(crate) fn all_reduce(&self, to: Target, data: Span, op: ReduceOp) -> Result<()> {
-        let (dtype, op) = (dtype_code(data.dtype)?, reduction_code(op)?);
-        // SAFETY: the engine keeps the span alive until the stream has passed it.
-        self.check("hcclAllReduce", unsafe {
-            (self.table.hcclAllReduce)(
-                data.pointer(),
-                data.pointer(),
-                data.count,
-                dtype,
-                op,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues a reduce of `data`; `result` is where the root wants it, nothing elsewhere.
-    pub(crate) fn reduce(
-        &self,
-        to: Target,
-        data: Span,
-        result: Option<Span>,
-        op: ReduceOp,
-        root: u32,
-    ) -> Result<()> {
-        let (dtype, op) = (dtype_code(data.dtype)?, reduction_code(op)?);
-        let result = result.map_or(std::ptr::null_mut(), Span::pointer);
-        // SAFETY: as above; a null result off the root is what the header allows.
-        self.check("hcclReduce", unsafe {
-            (self.table.hcclReduce)(
-                data.pointer(),
-                result,
-                data.count,
-                dtype,
-                op,
-                root as c_int,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues a broadcast in place.
-    pub(crate) fn broadcast(&self, to: Target, data: Span, root: u32) -> Result<()> {
-        let dtype = dtype_code(data.dtype)?;
-        // SAFETY: as above.
-        self.check("hcclBroadcast", unsafe {
-            (self.table.hcclBroadcast)(
-                data.pointer(),
-                data.pointer(),
-                data.count,
-                dtype,
-                root as c_int,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues a reduce-scatter of `input` (world times `output`).
-    pub(crate) fn reduce_scatter(&self, to: Target, input: Span, output: Span, op: ReduceOp) -> Result<()> {
-        let (dtype, op) = (dtype_code(input.dtype)?, reduction_code(op)?);
-        // SAFETY: as above; the sizes were validated before.
-        self.check("hcclReduceScatter", unsafe {
-            (self.table.hcclReduceScatter)(
-                input.pointer(),
-                output.pointer(),
-                output.count,
-                dtype,
-                op,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues an all-gather of `input` into `output` (world times `input`).
-    pub(crate) fn all_gather(&self, to: Target, input: Span, output: Span) -> Result<()> {
-        let dtype = dtype_code(input.dtype)?;
-        // SAFETY: as above; the sizes were validated before.
-        self.check("hcclAllGather", unsafe {
-            (self.table.hcclAllGather)(
-                input.pointer(),
-                output.pointer(),
-                input.count,
-                dtype,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues an even all-to-all of two buffers of one size. The library counts whole buffers.
-    pub(crate) fn all_to_all(&self, to: Target, input: Span, output: Span) -> Result<()> {
-        let dtype = dtype_code(input.dtype)?;
-        // SAFETY: as above; the sizes were validated before.
-        self.check("hcclAlltoAll", unsafe {
-            (self.table.hcclAlltoAll)(
-                input.pointer(),
-                output.pointer(),
-                input.count,
-                dtype,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues a send.
-    pub(crate) fn send(&self, to: Target, data: Span, peer: u32) -> Result<()> {
-        let dtype = dtype_code(data.dtype)?;
-        // SAFETY: as above.
-        self.check("hcclSend", unsafe {
-            (self.table.hcclSend)(
-                data.pointer(),
-                data.count,
-                dtype,
-                peer as c_int,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
-    /// Enqueues a receive.
-    pub(crate) fn receive(&self, to: Target, data: Span, peer: u32) -> Result<()> {
-        let dtype = dtype_code(data.dtype)?;
-        // SAFETY: as above.
-        self.check("hcclRecv", unsafe {
-            (self.table.hcclRecv)(
-                data.pointer(),
-                data.count,
-                dtype,
-                peer as c_int,
-                to.comm.pointer(),
-                to.stream.pointer(),
-            )
-        })
-    }
-
     /// Runs `calls` as one group, which is closed whatever happens in it; the first error counts.
     pub(crate) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         // SAFETY: no arguments; groups belong to the calling thread.
@@ -483,6 +342,53 @@ impl Hccl {
         let ended = self.check("hcclGroupEnd", unsafe { (self.table.hcclGroupEnd)() });
         called.and(ended)
     }
+}
+
+/// Declares the calls that enqueue work: what they take besides the communicator and the stream, and how C takes it.
+macro_rules! calls {
+    ($($(#[$m:meta])* $f:ident($($a:ident: $t:ty),*) = $api:ident($($c:expr),*);)*) => {
+        impl Hccl {
+            $(
+                $(#[$m])*
+                pub(crate) fn $f(&self, to: Target, $($a: $t),*) -> Result<()> {
+                    let call = self.table.$api;
+                    // SAFETY: the communicator is live (`crate::issue`); the engine keeps the spans alive until the stream has passed
+                    // them, and their sizes were validated before.
+                    let code = unsafe { call($($c,)* to.comm.pointer(), to.stream.pointer()) };
+                    self.check(stringify!($api), code)
+                }
+            )*
+        }
+    };
+}
+
+calls! {
+    /// Enqueues an all-reduce in place.
+    all_reduce(data: Span, op: ReduceOp) =
+        hcclAllReduce(data.pointer(), data.pointer(), data.count, dtype_code(data.dtype)?, reduction_code(op)?);
+    /// Enqueues a reduce of `data`; `result` is where the root wants it, null elsewhere, which the header allows.
+    reduce(data: Span, result: Option<Span>, op: ReduceOp, root: u32) =
+        hcclReduce(data.pointer(), pointer_of(result), data.count, dtype_code(data.dtype)?, reduction_code(op)?, root as c_int);
+    /// Enqueues a broadcast in place.
+    broadcast(data: Span, root: u32) =
+        hcclBroadcast(data.pointer(), data.pointer(), data.count, dtype_code(data.dtype)?, root as c_int);
+    /// Enqueues a reduce-scatter of `input` (world times `output`).
+    reduce_scatter(input: Span, output: Span, op: ReduceOp) =
+        hcclReduceScatter(input.pointer(), output.pointer(), output.count, dtype_code(input.dtype)?, reduction_code(op)?);
+    /// Enqueues an all-gather of `input` into `output` (world times `input`).
+    all_gather(input: Span, output: Span) =
+        hcclAllGather(input.pointer(), output.pointer(), input.count, dtype_code(input.dtype)?);
+    /// Enqueues an even all-to-all of two buffers of one size. The library counts whole buffers.
+    all_to_all(input: Span, output: Span) =
+        hcclAlltoAll(input.pointer(), output.pointer(), input.count, dtype_code(input.dtype)?);
+    /// Enqueues a send.
+    send(data: Span, peer: u32) = hcclSend(data.pointer(), data.count, dtype_code(data.dtype)?, peer as c_int);
+    /// Enqueues a receive.
+    receive(data: Span, peer: u32) = hcclRecv(data.pointer(), data.count, dtype_code(data.dtype)?, peer as c_int);
+}
+
+fn pointer_of(span: Option<Span>) -> *mut c_void {
+    span.map_or(std::ptr::null_mut(), Span::pointer)
 }
 
 #[cfg(test)]

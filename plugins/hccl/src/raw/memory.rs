@@ -1,12 +1,13 @@
 //! Device memory as tensors.
 
+use std::any::Any;
 use std::ptr::NonNull;
 
 use crate::ftcore::{DType, Device, DeviceKind, Error, Result, Tensor};
 use crate::raw::hccl::Span;
 use crate::runtime::Runtime;
 
-/// An allocation; retired when its tensor is dropped.
+/// An allocation; retired when its tensor is dropped, unless a copy may still touch it.
 struct Allocation {
     runtime: &'static Runtime,
     address: u64,
@@ -15,7 +16,14 @@ struct Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.runtime.retire(self.address, self.bytes);
+        if !self.runtime.is_suspect(self.address, self.bytes) {
+            return self.runtime.retire(self.address, self.bytes);
+        }
+        let bytes = usize::try_from(self.bytes).unwrap_or(usize::MAX);
+        match at(self.address, DType::U8, &[bytes], Box::new(())) {
+            Ok(lost) => lost.leak("a copy that has not ended may still use it"),
+            Err(error) => tracing::warn!(%error, bytes, "device memory is lost and not counted"),
+        }
     }
 }
 
@@ -35,13 +43,18 @@ pub(crate) fn tensor(runtime: &'static Runtime, dtype: DType, shape: &[usize]) -
         address,
         bytes,
     };
+    at(address, dtype, shape, Box::new(owner))
+}
+
+/// An allocation as a tensor, for as long as `owner` lives.
+fn at(address: u64, dtype: DType, shape: &[usize], owner: Box<dyn Any + Send + Sync>) -> Result<Tensor> {
     let pointer = usize::try_from(address)
         .ok()
         .and_then(|a| NonNull::new(a as *mut u8))
         .ok_or_else(|| Error::invalid("the driver's address does not fit a pointer"))?;
-    // SAFETY: the allocation is ours alone, large enough, aligned to 128 bytes, and lives as long as its owner; it
+    // SAFETY: the allocation is its owner's alone, large enough, aligned to 128 bytes, and lives as long as its owner; it
     // is never dereferenced on the host since its device is not the CPU.
-    unsafe { Tensor::from_raw(pointer, dtype, shape, None, DEVICE, Box::new(owner)) }
+    unsafe { Tensor::from_raw(pointer, dtype, shape, None, DEVICE, owner) }
 }
 
 /// Where a tensor's data is. The pointer stays valid while the tensor lives.

@@ -22,6 +22,12 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             "HANG",
             "synDeviceAcquire#1",
         )]),
+        scenario(
+            "a_stream_that_is_never_made_ends_at_the_deadline",
+            2,
+            stream_hangs,
+        )
+        .faults(&[(0, "HANG", "synStreamCreateGeneric#1")]),
         scenario("l28_a_failed_init_is_told_to_the_others", 3, init_fails).faults(&[(
             2,
             "FAIL",
@@ -98,6 +104,25 @@ fn init_hangs(rank: &Rank) -> Outcome {
 
 fn device_hangs(rank: &Rank) -> Outcome {
     times_out(rank, &["the device", "phase: acquire"])
+}
+
+/// Rank 0's own stream; rank 1, which has all it needs, hears of it.
+fn stream_hangs(rank: &Rank) -> Outcome {
+    if rank.rank == 0 {
+        times_out(rank, &["stream", "has not returned", "phase: streams"])?;
+        return rank.meet("heard");
+    }
+    let group = rank.unconfigured()?;
+    // Its part may be done before rank 0 gives up.
+    let until = rank.soon();
+    let failed = group.configure(rank.configuration(1)).err();
+    while failed.is_none() && group.error().is_none() {
+        ensure!(Instant::now() < until, "rank 0's failure was not heard of");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let e = failed.or_else(|| group.error()).ok_or("nothing failed")?;
+    ensure!(e.to_string().contains("phase: streams"), "{e}");
+    rank.meet("heard")
 }
 
 fn init_fails(rank: &Rank) -> Outcome {

@@ -1,11 +1,14 @@
 //! Work that fails: everything pending ends by its deadline with the cause, the group is poisoned, memory is not reused.
 
+use std::any::Any;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use oxccl_hccl::HpuAccelerator;
 use oxccl_hccl::ftcore::{
-    Accelerator, Collective, DType, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
-    Work, leaked_bytes,
+    Accelerator, Collective, Configuration, DType, Device, Error, ErrorKind, Event, ProcessGroup,
+    ProcessGroupExt, ReduceOp, Stream, SubmitOptions, Work, leaked_bytes,
 };
 
 use crate::ranks::{Outcome, Rank, Scenario, ensure, scenario, text, within};
@@ -52,6 +55,18 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         .killing(1),
         scenario("l36_abort_from_another_thread_ends_work_at_once", 2, aborted)
             .faults(&[(0, "STALL", "2"), (1, "STALL", "2")]),
+        scenario(
+            "a_call_that_comes_to_the_library_after_the_abort_stays_out_of_it",
+            2,
+            call_after_the_abort,
+        )
+        .faults(&[(0, "STALL", "1")]),
+        scenario(
+            "memory_that_a_copy_may_still_write_to_is_not_used_again",
+            1,
+            copy_given_up,
+        )
+        .faults(&[(0, "FAIL", "synStreamQuery#1=17"), (0, "DELAY_US", "200000")]),
         scenario("an_abort_that_hangs_blocks_nobody", 2, abort_hangs).faults(&[
             (0, "HANG", "hcclCommAbort#1"),
             (0, "STALL", "2"),
@@ -357,6 +372,122 @@ fn aborted(rank: &Rank) -> Outcome {
     is_poisoned(rank, &group, ": enough")?;
     rank.meet("aborted")?;
     next_epoch_works(rank, &group)
+}
+
+/// A point on another device: it is waited for on the host.
+struct Elsewhere {
+    came: Sender<()>,
+    go: Mutex<Receiver<()>>,
+}
+
+impl Event for Elsewhere {
+    fn query(&self) -> Result<bool, Error> {
+        Ok(false)
+    }
+    fn synchronize(&self, deadline: Instant) -> Result<(), Error> {
+        let _ = self.came.send(());
+        let go = self.go.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = go.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        Ok(())
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+struct OtherStream(Mutex<Option<Arc<Elsewhere>>>);
+
+impl Stream for OtherStream {
+    fn device(&self) -> Device {
+        Device::CPU
+    }
+    fn record(&self) -> Result<Arc<dyn Event>, Error> {
+        let event = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match event {
+            Some(event) => Ok(event),
+            None => Err(Error::invalid("it has one point")),
+        }
+    }
+    fn wait(&self, _: &dyn Event) -> Result<(), Error> {
+        Ok(())
+    }
+    fn query(&self) -> Result<bool, Error> {
+        Ok(true)
+    }
+    fn synchronize(&self, _: Instant) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// The stand-in ends a process that uses a communicator which it has freed. Rank 0's second operation waits on the host for another device
+/// while the abort, of which the stream behind the first one tells, is done; then it goes on.
+fn call_after_the_abort(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if rank.rank == 0 {
+        let stream = HpuAccelerator.new_stream(0, false).map_err(text)?;
+        let stalled = rank.submit(&group, rank.soon())?;
+        stalled.wait_on(&*stream).map_err(text)?;
+        let ((came, begun), (go, wait)) = (channel(), channel());
+        let event = Arc::new(Elsewhere {
+            came,
+            go: Mutex::new(wait),
+        });
+        let op = Collective::AllReduce {
+            tensors: vec![rank.tensor(&[1.0f32; 4])?],
+            op: ReduceOp::Sum,
+        };
+        let options = SubmitOptions {
+            stream: Some(Arc::new(OtherStream(Mutex::new(Some(event))))),
+            ..SubmitOptions::by(rank.soon())
+        };
+        let late = group.run(op, options).map_err(text)?;
+        begun
+            .recv_timeout(Duration::from_secs(30))
+            .map_err(|e| e.to_string())?;
+        group.abort("enough");
+        stream.synchronize(rank.soon()).map_err(text)?;
+        go.send(()).map_err(|e| e.to_string())?;
+        ensure!(rank.failure(&late)?.kind() == ErrorKind::Aborted, "it ran");
+        // Its end waits for the call.
+        let alone = Configuration {
+            rank: 0,
+            world_size: 1,
+            ..rank.configuration(2)
+        };
+        group.configure(alone).map_err(text)?;
+    }
+    rank.meet("aborted")
+}
+
+/// The copy's stream does not say whether it has ended, and it has not: each takes a fifth of a second here.
+fn copy_given_up(_: &Rank) -> Outcome {
+    let bytes = [7u8; 512];
+    let make = || HpuAccelerator.alloc(0, DType::F32, &[128]).map_err(text);
+    let stream = HpuAccelerator.new_stream(0, false).map_err(text)?;
+    let mut target = make()?;
+    let address = target.as_ptr();
+    let before = leaked_bytes();
+    let Err(e) = HpuAccelerator.copy_in(&bytes, &mut target, &*stream) else {
+        return Err("the copy succeeded".to_string());
+    };
+    ensure!(e.code() == Some(17), "{e}");
+    drop(target);
+    ensure!(leaked_bytes() - before == 512, "it is not counted as leaked");
+    let other = make()?;
+    ensure!(other.as_ptr() != address, "memory under a copy was used again");
+    // What was copied in good order serves again.
+    let (mut third, before) = (make()?, leaked_bytes());
+    let address = third.as_ptr();
+    HpuAccelerator
+        .copy_in(&bytes, &mut third, &*stream)
+        .map_err(text)?;
+    drop(third);
+    let again = make()?;
+    ensure!(
+        again.as_ptr() == address && leaked_bytes() == before,
+        "memory without a copy does not serve again"
+    );
+    Ok(())
 }
 
 fn abort_hangs(rank: &Rank) -> Outcome {

@@ -24,6 +24,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             stream_order,
         ),
         scenario("a_message_waits_for_nobody_but_its_peer", 3, messages),
+        scenario("a_message_waits_for_nobody_but_its_peer_among_many", 6, messages),
         scenario("memory_is_used_again_only_after_its_tensor_is_gone", 1, memory),
         scenario("the_factory_says_what_it_found", 1, factory),
     ]
@@ -179,16 +180,17 @@ fn stream_order(rank: &Rank) -> Outcome {
     group.shutdown(rank.soon()).map_err(text)
 }
 
-/// Rank 0 waits for rank 1, which is slow to come; what it has to do with rank 2 goes on.
+/// Rank 0 waits for rank 1, which is slow to come; what it has to do with the last rank goes on.
 fn messages(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let receive = |peer| -> Outcome<_> { group.recv(rank.any(DType::F32)?, peer, 0).map_err(text) };
+    let last = rank.world - 1;
     match rank.rank {
         0 => {
             let slow = receive(1)?;
-            let quick = receive(2)?;
+            let quick = receive(last)?;
             let got = quick.take().map_err(text)?;
-            ensure!(got.source == Some(2), "the source is {:?}", got.source);
+            ensure!(got.source == Some(last), "the source is {:?}", got.source);
             ensure!(
                 matches!(slow.status(), Status::Pending),
                 "the slow message is here before it was sent"
@@ -198,16 +200,17 @@ fn messages(rank: &Rank) -> Outcome {
             let data = rank.read::<f32>(&got.into_tensor().map_err(text)?)?;
             ensure!(data == [1.0; 4], "rank 1 sent {data:?}");
         }
-        other => {
+        other if other == 1 || other == last => {
             if other == 1 {
                 rank.meet("quick is here")?;
             }
             let sent = group.send(rank.tensor(&[other as f32; 4])?, 0, 0).map_err(text)?;
-            if other == 2 {
+            if other == last {
                 rank.meet("quick is here")?;
             }
             sent.wait_done().map_err(text)?;
         }
+        _ => rank.meet("quick is here")?,
     }
     group.shutdown(rank.soon()).map_err(text)
 }

@@ -32,14 +32,6 @@ impl Span {
         })
     }
 
-    /// This and `parts - 1` more of the same length behind it; the caller knows that they are there.
-    pub(crate) fn widen(self, parts: usize) -> Self {
-        Self {
-            bytes: self.bytes * parts,
-            ..self
-        }
-    }
-
     /// The length in bytes.
     pub(crate) fn bytes(self) -> usize {
         self.bytes
