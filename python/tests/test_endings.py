@@ -261,6 +261,31 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent(tran
     assert ends([killed]) == [(-signal.SIGKILL, "", "")]
 
 
+def test_a_forked_child_calls_stores_for_itself_and_its_end_leaves_them_alone(tmp_path: Path) -> None:
+    body = """
+server = oxccl.StoreServer()
+stores = [oxccl.TcpStore(server.address), oxccl.FileStore(os.environ["STORE_FILE"])]
+for store in stores:
+    store.add("count", 1)
+child = os.fork()
+for _ in range(200):
+    for store in stores:
+        store.add("count", 1)
+        store.set(str(os.getpid()), b"x" * 100)
+if child == 0:
+    # As the end of a worker does.
+    del stores, server
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+for store in stores:
+    assert store.add("count", 0) == 401, store
+    assert store.get(str(child)) == b"x" * 100
+print("both")
+"""
+    [ended] = ends(script(body, 1, tmp_path, STORE_FILE=str(tmp_path / "store")))
+    assert ended[:2] == (0, "both\n"), ended
+
+
 def test_a_child_that_is_forked_before_anything_was_made_has_a_world_of_its_own(tmp_path: Path) -> None:
     text = f"""
 child = os.fork()

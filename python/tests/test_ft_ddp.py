@@ -187,7 +187,7 @@ def test_a_gradient_that_comes_in_parts_within_one_pass_is_refused(use_reentrant
 
     from oxccl import ft
 
-    class Twice(torch.nn.Module):
+    class Twice(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.block, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
