@@ -211,7 +211,7 @@ impl Campaign {
         let EventKind::Commit(commit) = &event.kind else {
             return;
         };
-        if !commit.committed || commit.step == 0 {
+        if commit.step == 0 {
             return;
         }
         self.holders.insert(event.replica, event.incarnation);

@@ -205,16 +205,8 @@ pub fn train(
             Ok(())
         })?;
         let (sync, traffic) = (begun.elapsed().saturating_sub(computing), ddp.traffic());
-        place.committed(
-            report.step,
-            report.epoch,
-            report.members,
-            report.contributors,
-            report.healed.as_ref(),
-            sync,
-            Some(whole.model.params.hash()?),
-            traffic,
-        )?;
+        let hash = Some(whole.model.params.hash()?);
+        place.committed((&report).into(), sync, hash, traffic)?;
         times.count(&report, samples, computing, pushing);
         let (step, is_last) = (ddp.current_step(), ddp.is_finished() || ddp.is_drained());
         if let Some(checkpoints) = place.checkpoints.as_ref().filter(|c| c.is_due(step, is_last)) {

@@ -317,16 +317,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
             } else {
                 Some(diloco.global_hash()?)
             };
-            place.committed(
-                r.step,
-                r.epoch,
-                r.members,
-                r.contributors,
-                r.healed.as_ref(),
-                r.sync,
-                hash,
-                traffic,
-            )?;
+            place.committed((&r).into(), r.sync, hash, traffic)?;
         }
         let (step, is_last) = (diloco.step(), diloco.is_finished() || diloco.is_drained());
         if let Some(checkpoints) = place.checkpoints.as_ref()

@@ -226,11 +226,11 @@ impl Progress {
             }
             EventKind::Commit(commit) => {
                 view.bytes = commit.bytes_sent + commit.bytes_recv;
-                if !commit.committed {
-                    let (step, epoch) = (commit.step, commit.epoch);
+                if commit.failed_attempts > 0 {
+                    let (step, epoch, failed) = (commit.step, commit.epoch, commit.failed_attempts);
                     self.say(
                         t_us,
-                        &format!("replica {r}: step {step} did not commit in epoch {epoch}; again"),
+                        &format!("replica {r}: step {step} committed in epoch {epoch}, failed attempts before: {failed}"),
                     );
                 }
             }

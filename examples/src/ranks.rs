@@ -261,6 +261,10 @@ impl<R: Replica> Replica for InStep<R> {
         self.replica.set_joins_at_once(at_once);
     }
 
+    fn set_healed(&mut self) {
+        self.replica.set_healed();
+    }
+
     fn progress(&self) {
         self.replica.progress();
     }
@@ -313,6 +317,7 @@ mod tests {
                 contributes,
                 contributor_rank: None,
                 contributors: 2,
+                closes: false,
                 healed: None,
                 members: Default::default(),
             })

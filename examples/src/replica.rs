@@ -40,6 +40,37 @@ pub struct Place {
     inner_steps: u64,
 }
 
+/// What the two kinds of reports of a committed step have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Committed<'a> {
+    step: Step,
+    epoch: Epoch,
+    members: usize,
+    contributors: u32,
+    failed_attempts: u32,
+    healed: Option<&'a Healed>,
+}
+
+/// Takes the fields that both have by their names.
+macro_rules! committed {
+    ($($report:ty),+) => {$(
+        impl<'a> From<&'a $report> for Committed<'a> {
+            fn from(report: &'a $report) -> Self {
+                Self {
+                    step: report.step,
+                    epoch: report.epoch,
+                    members: report.members,
+                    contributors: report.contributors,
+                    failed_attempts: report.failed_attempts,
+                    healed: report.healed.as_ref(),
+                }
+            }
+        }
+    )+};
+}
+
+committed!(ddp::StepReport, diloco::RoundReport);
+
 impl Place {
     /// Reads the environment that the launcher sets, checks that there is one compute thread, and meets the other ranks of this replica over
     /// the backend of `net`.
@@ -139,21 +170,16 @@ impl Place {
     ///
     /// Errors: `InvalidState` if this is a restarted incarnation that began from nothing, alone, or one with damaged checkpoints only:
     /// training on would silently be another run.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one line of a report; the two kinds of reports differ in type only"
-    )]
     pub fn committed(
         &mut self,
-        step: Step,
-        epoch: Epoch,
-        members: usize,
-        contributors: u32,
-        healed: Option<&Healed>,
+        committed: Committed<'_>,
         sync: Duration,
         hash: Option<String>,
         traffic: Traffic,
     ) -> Result<()> {
+        let Committed {
+            step, epoch, members, ..
+        } = committed;
         if self.env.incarnation > 0 && step == Step(0) && members < 2 && self.env.replicas > 1 {
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -176,16 +202,16 @@ impl Place {
                 size: participants,
             });
         }
-        if let Some(healed) = healed {
+        if let Some(healed) = committed.healed {
             let (bytes, ms) = (healed.bytes as u64, healed.took.as_secs_f64() * 1e3);
             self.events.send(EventKind::Healed { step, bytes, ms });
         }
         self.events.send(EventKind::Commit(Commit {
             step,
             epoch: epoch.0,
-            committed: true,
+            failed_attempts: committed.failed_attempts,
             participants,
-            contributors,
+            contributors: committed.contributors,
             hash,
             inner_ms: std::mem::take(&mut self.inner).as_secs_f64() * 1e3,
             sync_ms: sync.as_secs_f64() * 1e3,
@@ -263,5 +289,37 @@ impl RecentLoss {
     /// Their mean; NaN without any.
     pub fn mean(&self) -> f32 {
         self.0.iter().sum::<f32>() / self.0.len() as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_kinds_of_reports_tell_of_attempts_that_failed() {
+        let step = ddp::StepReport {
+            step: Step(3),
+            epoch: Epoch(2),
+            members: 2,
+            contributors: 1,
+            failed_attempts: 2,
+            healed: None,
+            reducing: Duration::ZERO,
+            waited: Duration::ZERO,
+        };
+        let round = diloco::RoundReport {
+            step: Step(3),
+            epoch: Epoch(2),
+            members: 2,
+            contributors: 1,
+            failed_attempts: 2,
+            healed: None,
+            sync: Duration::ZERO,
+            superseded: false,
+        };
+        for committed in [Committed::from(&step), Committed::from(&round)] {
+            assert_eq!(committed.failed_attempts, 2, "{committed:?}");
+        }
     }
 }

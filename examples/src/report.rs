@@ -196,17 +196,12 @@ struct Incarnation {
 }
 
 impl Incarnation {
-    /// The gaps between successful commits.
+    /// The gaps between commits.
     fn stalls(&self, replica: u32, incarnation: u32) -> Vec<Stall> {
         let mut stalls = Vec::new();
         let mut before: Option<u64> = None;
-        let mut inner_ms = 0.0;
         for (t_us, commit) in &self.commits {
-            // Attempts that failed belong to the gap, and so does the compute before them.
-            inner_ms += commit.inner_ms;
-            if !commit.committed {
-                continue;
-            }
+            let inner_ms = commit.inner_ms;
             if let Some(from_us) = before {
                 let gap_ms = t_us.saturating_sub(from_us) as f64 / 1e3;
                 stalls.push(Stall {
@@ -222,7 +217,6 @@ impl Incarnation {
                 });
             }
             before = Some(*t_us);
-            inner_ms = 0.0;
         }
         stalls
     }
@@ -246,7 +240,7 @@ impl Incarnation {
     }
 
     fn first_commit_us(&self) -> Option<u64> {
-        self.commits.iter().find(|(_, c)| c.committed).map(|(t, _)| *t)
+        self.commits.first().map(|(t, _)| *t)
     }
 }
 
@@ -491,7 +485,7 @@ fn unequal_commits(incarnations: &Incarnations, problems: &mut Vec<String>) {
     let mut unequal = 0;
     for ((replica, _), all) in incarnations {
         for (index, incarnation) in all {
-            for (_, commit) in incarnation.commits.iter().filter(|(_, c)| c.committed) {
+            for (_, commit) in &incarnation.commits {
                 let Some(hash) = commit.hash.as_deref() else {
                     continue;
                 };
@@ -613,11 +607,8 @@ fn figures(
         rate_sum += incarnation.rate_sum;
         rates += incarnation.rates;
         for (_, commit) in &incarnation.commits {
-            if commit.committed {
-                f.commits += 1
-            } else {
-                f.failed_commits += 1
-            }
+            f.commits += 1;
+            f.failed_commits += u64::from(commit.failed_attempts);
             f.inner_ms += commit.inner_ms;
             f.sync_ms += commit.sync_ms;
         }

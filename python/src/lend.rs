@@ -108,7 +108,7 @@ pub(crate) fn know_torch(
     Ok(())
 }
 
-/// The tensor itself keeps its memory alive.
+/// Its storage keeps the memory alive, and not the tensor: that has another one after `tensor.data = …`, as `module.to` does it.
 fn from_torch(
     object: &Bound<'_, PyAny>,
     torch: &Torch,
@@ -140,7 +140,8 @@ fn from_torch(
         memory.shape = object.getattr(intern!(py, "shape"))?.extract()?;
         memory.strides = object.call_method0(intern!(py, "stride"))?.extract()?;
     }
-    tensor(&memory, Lent::Owner(object.clone().unbind()), what, access)
+    let storage = object.call_method0(intern!(py, "untyped_storage"))?;
+    tensor(&memory, Lent::Owner(storage.unbind()), what, access)
 }
 
 /// Memory as both protocols describe it; strides in elements, empty for contiguous memory.

@@ -212,3 +212,39 @@ def test_a_gradient_that_comes_in_parts_within_one_pass_is_refused(use_reentrant
             alone.load_state_dict(net.state_dict())
             alone(torch.ones(1, 2, requires_grad=True)).sum().backward()
             assert torch.equal(net.block.weight.grad, alone.block.weight.grad)
+
+
+def test_a_lost_step_is_done_again_with_the_gradients_of_its_own_model() -> None:
+    import torch
+
+    from oxccl import ft
+
+    with oxccl.Lighthouse() as lighthouse, ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+        steppers = []
+        for _ in range(2):
+            model = ft.DistributedDataParallel(manager, torch.nn.Linear(4, 1))
+            steppers.append((model, ft.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))))
+        # The model that was wrapped first, too: its gradients stand, and the other's play no part.
+        for step, (model, optimizer) in enumerate(steppers, 1):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            manager.report_error(RuntimeError("of another replica"))
+            optimizer.step()
+            assert manager.current_step() == step
+
+
+def test_a_lost_step_of_two_passes_is_left_out_and_not_done_again_with_one_of_them() -> None:
+    import torch
+
+    from oxccl import ft
+
+    with oxccl.Lighthouse() as lighthouse, ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+        model = ft.DistributedDataParallel(manager, torch.nn.Linear(4, 1))
+        optimizer = ft.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        for passes, counts in ((2, 0), (1, 1)):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                model(torch.ones(1, 4)).sum().backward()
+            manager.report_error(RuntimeError("of another replica"))
+            optimizer.step()
+            assert manager.current_step() == counts

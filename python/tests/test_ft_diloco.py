@@ -5,11 +5,15 @@ from __future__ import annotations
 import array
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ftjobs
 import oxccl
 from ftjobs import Job
 
@@ -208,6 +212,27 @@ def test_a_checkpoint_is_a_safetensors_file_with_the_models_tensors(tmp_path: Pa
     tensors = opened(next((tmp_path / "replica-0").glob("*.safetensors")))
     for parameter in net.parameters():
         assert parameter.flatten().tolist() in tensors.values(), tensors
+
+
+HELD = """
+import os, signal, sys
+from oxccl import ft
+
+checkpoints = ft.Checkpoints(sys.argv[1], 0, 1)
+if os.fork() == 0:
+    os.read(0, 1)
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_trainers_children_do_not_keep_its_checkpoints(tmp_path: Path) -> None:
+    from oxccl import ft
+
+    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdin=subprocess.PIPE) as trainer:
+        assert trainer.wait(ftjobs.LIMIT) == -signal.SIGKILL
+        # Its child waits for what comes over this pipe.
+        ft.Checkpoints(tmp_path, 0, 1, timeout=2)
 
 
 def test_checkpoints_that_are_damaged_or_of_another_model_are_refused(tmp_path: Path) -> None:

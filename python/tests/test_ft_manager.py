@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -266,6 +267,61 @@ def test_a_future_without_failure_ends_also_where_no_error_can_count() -> None:
         failing.set_exception(RuntimeError("late"))
         assert wrapped.done()
         assert wrapped.value() == 7
+
+
+def test_a_result_is_there_for_each_that_has_waited_for_it() -> None:
+    import torch
+
+    from oxccl import ft
+
+    with oxccl.Lighthouse() as lighthouse, ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+        manager.start_quorum()
+        rows = torch.ones(2, 3).t()
+        work = manager.allreduce(rows)
+        copies, begun, go_on = work._after, threading.Event(), threading.Event()
+
+        def slowly() -> None:
+            begun.set()
+            assert go_on.wait(ftjobs.LIMIT)
+            copies()
+
+        work._after = slowly
+        future = work.get_future()
+        # The future's thread is in the middle of its copy, or this one is.
+        waiter = threading.Thread(target=work.wait)
+        waiter.start()
+        assert begun.wait(ftjobs.LIMIT)
+        waiter.join(0.3)
+        assert waiter.is_alive()
+        assert not future.done()
+        go_on.set()
+        waiter.join(ftjobs.LIMIT)
+        assert not waiter.is_alive()
+        future.wait()
+        assert manager.should_commit()
+
+
+def test_replicas_reach_each_other_over_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse:
+        options: dict[str, Any] = {"min_replica_size": 2, "hostname": "::1", "insecure": True}
+        replicas = [Replica(name, lighthouse.address, value, 2, **options) for name, value in (("a", 1.0), ("b", 3.0))]
+        for replica in replicas:
+            replica.start()
+        for replica in replicas:
+            replica.join(ftjobs.LIMIT)
+    assert [r.error for r in replicas] == [None, None]
+    # One healed from the other.
+    assert replicas[0].x.equal(replicas[1].x)
+
+
+def test_a_store_has_brackets_round_an_ipv6_address() -> None:
+    from oxccl.ft._manager import _bracketed
+
+    assert [_bracketed(host) for host in ("fd00::7", "[fd00::7]", "node-1", "10.0.0.7")] == ["[fd00::7]", "[fd00::7]", "node-1", "10.0.0.7"]
 
 
 def test_arguments_are_refused_with_a_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,11 @@ def test_inputs_are_never_written() -> None:
 
 def lent_memory_is_given_back(world: oxccl.World) -> None:
     """Counts references and exports before and after operations of every ending."""
+    import torch
+
+    import oxccl.torch
+
+    assert oxccl.torch
     peer = 1 - world.rank
     x = np.ones(1000)
     count = sys.getrefcount(x)
@@ -202,6 +207,20 @@ def lent_memory_is_given_back(world: oxccl.World) -> None:
     del big
     gc.collect()
     world.barrier()
+    until_gone(alive)
+
+    # A tensor that is given other memory meanwhile, as by `module.half()`.
+    owner = np.ones(10)
+    alive = weakref.ref(owner)
+    tensor = torch.from_numpy(owner)
+    del owner
+    work = world.recv(tensor, peer, 8, async_op=True)
+    tensor.data = torch.empty(0)
+    gc.collect()
+    assert alive() is not None, "memory in flight is kept"
+    world.send(np.ones(10), peer, 8)
+    work.wait()
+    del work
     until_gone(alive)
 
     # What fails gives back, too.

@@ -371,7 +371,7 @@ pub(crate) const ROWS: &[Row] = &[
     row(
         "nccl-old-standin",
         Some("nccl-standin"),
-        "the nccl backend over a stand-in without the functions after 2.19",
+        "the nccl backend over a stand-in without the functions after 2.27",
         nothing,
         suite("nccl-old-conformance", ""),
         minutes(10),

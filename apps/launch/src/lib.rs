@@ -28,5 +28,5 @@ pub use output::{OutputLine, OutputSink};
 pub use queue::SupervisorEvents;
 pub use supervisor::{
     GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ProcessSignal, RestartPolicy, Supervisor,
-    SupervisorConfig,
+    SupervisorConfig, ending_signals,
 };

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
 use oxccl::launch::now_us;
 use rustix::process::{Pid, Signal};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::child;
@@ -160,7 +160,7 @@ pub struct SupervisorConfig {
     pub deadline: Option<Instant>,
     /// How long processes get to end by themselves after SIGTERM, before SIGKILL.
     pub grace: Duration,
-    /// SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run instead of this process, from before the first child is started
+    /// SIGINT (Ctrl-C), SIGTERM and, if it is not ignored, SIGHUP end the run instead of this process, from before the first child is started
     /// until the supervisor is dropped: the processes get the same signal, and SIGKILL after the grace time or at a second one. SIGUSR1 and
     /// SIGUSR2 are passed on to all processes of the replicas.
     pub stop_on_signals: bool,
@@ -252,6 +252,7 @@ impl Supervisor {
         deadline: Instant,
     ) -> Result<(Self, SupervisorEvents)> {
         config.validate()?;
+        keep_the_ended()?;
         // The processes, which are told of it, may run in another folder.
         config.run_dir = std::path::absolute(&config.run_dir)
             .map_err(|e| Error::io(format!("run directory {}", config.run_dir.display()), e))?;
@@ -400,9 +401,34 @@ impl Drop for Supervisor {
     }
 }
 
+/// Where SIGCHLD is ignored, as some daemons leave it to what they start, the kernel collects children itself: how they ended would never be known, and
+/// their numbers would be free while they are still signalled.
+fn keep_the_ended() -> Result<()> {
+    if is_ignored(SIGCHLD) {
+        signal_hook::flag::register(SIGCHLD, Arc::default()).map_err(|e| Error::io("catch SIGCHLD", e))?;
+    }
+    Ok(())
+}
+
+/// True if this process was started with the signal ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+/// The signals that end a run in order. Not SIGHUP where it is ignored: what was started below `nohup` outlives its terminal.
+pub fn ending_signals() -> Vec<i32> {
+    let all = [SIGINT, SIGTERM, SIGHUP].into_iter();
+    all.filter(|signal| *signal != SIGHUP || !is_ignored(SIGHUP))
+        .collect()
+}
+
 fn take_signals(control: Sender<Control>) -> Result<Handle> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
-        .map_err(|e| Error::io("catch signals", e))?;
+    let mut taken = ending_signals();
+    taken.extend([SIGUSR1, SIGUSR2]);
+    let mut signals = Signals::new(taken).map_err(|e| Error::io("catch signals", e))?;
     let handle = signals.handle();
     std::thread::Builder::new()
         .name("ox-signals".into())

@@ -48,7 +48,8 @@ Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_INCARN
 OXCCL_REPLICA_STORE (the store in which the ranks of its replica meet) in its environment, and torchrun's variables (RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) with its replica as the world: a program written for torchrun runs unchanged.
 RAYON_NUM_THREADS is 1 in them, unless it is set here: processes share the machine, and candle's results then repeat bit for bit.
-SIGINT, SIGTERM and SIGHUP end the run: the processes get the same signal, and SIGKILL after --grace-s or at a second one.
+SIGINT, SIGTERM and SIGHUP (but not below nohup) end the run: the processes get the same signal, and SIGKILL after --grace-s or at a
+second one.
 SIGUSR1 and SIGUSR2 are passed on to all processes.
 The exit codes are those of `oxccl --help`; a program that exits with 2 is not restarted.";
 
@@ -243,7 +244,14 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             .envs(insecure);
         command
     };
-    let (supervisor, mut events) = Supervisor::start(config, command, deadline_in(START))?;
+    let (supervisor, mut events) = match Supervisor::start(config, command, deadline_in(START)) {
+        // A signal ended it before everything ran.
+        Err(e) if e.kind() == ErrorKind::Aborted => {
+            say!("oxccl: {e}");
+            return Ok(ExitCode::from(130));
+        }
+        started => started?,
+    };
     say!(
         "oxccl: lighthouse {}, logs in {}",
         supervisor.lighthouse(),
@@ -515,9 +523,9 @@ impl Shown {
                 "healed to step {step}: {:.1} MB in {ms:.0} ms",
                 *bytes as f64 / 1e6
             )),
-            EventKind::Commit(commit) if !commit.committed => Some(format!(
-                "step {} did not commit in epoch {}; again",
-                commit.step, commit.epoch
+            EventKind::Commit(commit) if commit.failed_attempts > 0 => Some(format!(
+                "step {} committed in epoch {}, failed attempts before: {}",
+                commit.step, commit.epoch, commit.failed_attempts
             )),
             // In the first step of a run replicas only take over one state.
             EventKind::Commit(commit) if commit.contributors > 0 && Instant::now() >= self.due => {
@@ -581,11 +589,11 @@ mod tests {
             })
         };
         let quorum = |epoch, size| EventKind::Quorum { epoch, step: 4, size };
-        let commit_of = |step, committed, contributors| {
+        let commit_of = |step, failed_attempts, contributors| {
             EventKind::Commit(Commit {
                 step,
                 epoch: 9,
-                committed,
+                failed_attempts,
                 participants: 2,
                 contributors,
                 hash: None,
@@ -595,15 +603,18 @@ mod tests {
                 bytes_recv: 0,
             })
         };
-        let commit = |step, committed| commit_of(step, committed, 2);
+        let commit = |step, failed_attempts| commit_of(step, failed_attempts, 2);
         let is = |told: Option<String>, wanted: &str| assert_eq!(told.as_deref(), Some(wanted));
         is(told(quorum(7, 2)), "a quorum of 2 replicas (epoch 7) at step 4");
         assert_eq!(told(quorum(8, 2)), None);
         is(told(quorum(9, 1)), "a quorum of 1 replica (epoch 9) at step 4");
-        assert_eq!(told(commit_of(4, true, 0)), None);
-        is(told(commit(5, true)), "step 5 committed, 2 contributed");
-        assert_eq!(told(commit(6, true)), None);
-        is(told(commit(7, false)), "step 7 did not commit in epoch 9; again");
+        assert_eq!(told(commit_of(4, 0, 0)), None);
+        is(told(commit(5, 0)), "step 5 committed, 2 contributed");
+        assert_eq!(told(commit(6, 0)), None);
+        is(
+            told(commit(7, 2)),
+            "step 7 committed in epoch 9, failed attempts before: 2",
+        );
         let end = Final {
             step: 8,
             hash: "604799be0654af59".into(),

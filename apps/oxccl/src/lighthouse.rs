@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oxccl::coordination::{EtcdConfig, LighthouseConfig, LighthouseServer};
 use oxccl::core::{Credentials, Error, Result, deadline_in};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::consts::{SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
 use super::ExitCode;
@@ -40,7 +40,7 @@ Examples:
   As JSON: http://host:29510/status   For Prometheus: http://host:29510/metrics
   With credentials, at https:// and for callers with a certificate of the job (docs/credentials.md).
 
-The exit codes are those of `oxccl --help`.";
+SIGINT, SIGTERM and SIGHUP (but not below nohup) end it in order, with 0. The other exit codes are those of `oxccl --help`.";
 
 /// Run the lighthouse of a job: it forms quorums and tells replicas about each other's deaths.
 #[derive(Debug, clap::Args)]
@@ -126,7 +126,8 @@ impl Arguments {
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Caught before anything listens, so that an early interrupt ends it in order too.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+    let mut signals =
+        Signals::new(oxccl_launch::ending_signals()).map_err(|e| Error::io("catch signals", e))?;
     // Meant for the replicas, where a scheduler sends them to all processes of a job.
     for signal in [SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default()).map_err(|e| Error::io("catch signals", e))?;

@@ -21,6 +21,10 @@ const BEAT: Duration = Duration::from_secs(1);
 const IS_FREE: Duration = Duration::from_secs(15);
 /// A node whose beat stands still for this long holds up the end of the job no longer.
 const IS_LOST: Duration = Duration::from_secs(30);
+/// A node whose beat stands still for this long is not waited with, but for.
+const IS_STILL: Duration = Duration::from_secs(5);
+/// Set by the first node that has seen all others.
+const BEGUN: &str = "begun";
 /// How long one call of the store may take.
 const CALL: Duration = Duration::from_secs(3);
 /// How often a node says whom it waits for.
@@ -283,7 +287,8 @@ impl Member {
     fn beat(&mut self) -> Result<bool> {
         let deadline = deadline_in(CALL);
         let node = self.node.node;
-        if self.store.add(&format!("{node}/beat"), 1, deadline)? == 1 {
+        self.store.add(&format!("{node}/beat"), 1, deadline)?;
+        if !self.store.check(&[&format!("{node}/who")], deadline)? {
             self.agree(deadline)?;
             self.claim(deadline)?;
         }
@@ -354,32 +359,62 @@ fn beat(member: &Mutex<Member>, ends: &Receiver<()>, others: &Sender<bool>) {
     }
 }
 
-/// Waits for the other nodes, and says from time to time for which.
+/// Waits until all other nodes are there, and says from time to time for which. One that has ended since, or whose beat stands still, has gone again: a
+/// start without it would wait for its replicas for ever. Once one node has seen all, the job has begun: some may end at once, and one may come back.
 fn all_there(node: Node, store: &PrefixStore, deadline: Instant) -> Result<()> {
+    let others: Vec<u32> = node.others().collect();
+    let keys = |what: &str| -> Vec<String> { others.iter().map(|other| format!("{other}/{what}")).collect() };
+    let (who, beats, ended) = (keys("who"), keys("beat"), keys("ended"));
+    let mut seen: BTreeMap<u32, (Vec<u8>, Option<Instant>)> = BTreeMap::new();
+    let mut says_at = deadline_in(SAY);
     loop {
+        if store.check(&[BEGUN], deadline_in(CALL))? {
+            return Ok(());
+        }
         let mut missing = Vec::new();
-        for other in node.others() {
-            if !store.check(&[&format!("{other}/who")], deadline_in(CALL))? {
-                missing.push(other);
+        for (other, key) in others.iter().zip(&who) {
+            if !store.check(&[key], deadline_in(CALL))? {
+                missing.push(*other);
+            }
+        }
+        if missing.is_empty() {
+            let all: Vec<&str> = beats.iter().chain(&ended).map(String::as_str).collect();
+            let values = store.multi_get(&all, deadline_in(CALL))?;
+            let (counts, ends) = values.split_at(others.len().min(values.len()));
+            for ((other, count), end) in others.iter().zip(counts).zip(ends) {
+                let (last, moved) = seen.entry(*other).or_insert_with(|| (count.clone(), None));
+                if last != count {
+                    (*last, *moved) = (count.clone(), Some(Instant::now()));
+                }
+                if end == b"1" || moved.is_none_or(|moved| moved.elapsed() > IS_STILL) {
+                    missing.push(*other);
+                }
             }
         }
         let Some(first) = missing.first() else {
-            return Ok(());
+            return store.set(BEGUN, b"1", deadline_in(CALL));
         };
         if time_left(deadline).is_zero() {
             return Err(Error::timeout(format!(
-                "nodes {missing:?} of {} have not come to the rendezvous; start `oxccl launch` there too",
+                "nodes {missing:?} of {} have not come to the rendezvous, or have left it again; start `oxccl launch` there too",
                 node.nodes
             )));
         }
-        match store.wait(&[&format!("{first}/who")], deadline.min(deadline_in(SAY))) {
-            Err(e) if e.kind() == ErrorKind::Timeout => {
-                say!(
-                    "oxccl: node {} waits for nodes {missing:?} of {}",
-                    node.node,
-                    node.nodes
-                );
-            }
+        if time_left(says_at).is_zero() {
+            says_at = deadline_in(SAY);
+            say!(
+                "oxccl: node {} waits for nodes {missing:?} of {}",
+                node.node,
+                node.nodes
+            );
+        }
+        let until = deadline.min(says_at);
+        if seen.contains_key(first) {
+            std::thread::sleep((BEAT / 2).min(time_left(until)));
+            continue;
+        }
+        match store.wait(&[&format!("{first}/who")], until) {
+            Err(e) if e.kind() == ErrorKind::Timeout => {}
             other => other?,
         }
     }
@@ -391,21 +426,80 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_node_that_another_process_has_displaced_does_not_report_its_successor_as_ended() {
-        let store = Arc::new(InMemoryStore::new());
-        let soon = || deadline_in(Duration::from_secs(60));
-        let member = |me: &str| Member {
+    fn soon() -> Instant {
+        deadline_in(Duration::from_secs(60))
+    }
+
+    fn member(store: &Arc<InMemoryStore>, node: u32, nodes: u32, me: &str) -> Member {
+        Member {
             node: Node {
-                node: 1,
-                nodes: 2,
+                node,
+                nodes,
                 replicas: 1,
                 ranks: 1,
             },
             me: me.to_owned(),
             store: PrefixStore::new(store.clone(), "nodes".to_owned()),
             seen: BTreeMap::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn nodes_that_have_gone_again_are_waited_for_and_named() {
+        for has_said_so in [true, false] {
+            let store = Arc::new(InMemoryStore::new());
+            let [zero, one, mut two] = [0, 1, 2].map(|node| member(&store, node, 3, "a process"));
+            for node in [&zero, &one, &two] {
+                node.claim(soon()).unwrap();
+            }
+            if has_said_so {
+                one.tell_end().unwrap();
+            }
+            std::thread::scope(|scope| {
+                let waits = scope.spawn(|| {
+                    let short = deadline_in(Duration::from_secs(2));
+                    all_there(zero.node, &zero.store, short).unwrap_err()
+                });
+                while !waits.is_finished() {
+                    two.beat().unwrap();
+                    std::thread::sleep(BEAT / 10);
+                }
+                let e = waits.join().unwrap();
+                assert!(
+                    e.kind() == ErrorKind::Timeout && e.to_string().contains("[1]"),
+                    "{e}"
+                );
+            });
+            // It comes back, and the job begins, for one that looks later, too.
+            one.claim(soon()).unwrap();
+            std::thread::scope(|scope| {
+                let waits = scope.spawn(|| all_there(zero.node, &zero.store, soon()));
+                while !waits.is_finished() {
+                    two.beat().unwrap();
+                    store.add("nodes/1/beat", 1, soon()).unwrap();
+                    std::thread::sleep(BEAT / 10);
+                }
+                waits.join().unwrap().unwrap();
+            });
+            one.tell_end().unwrap();
+            all_there(two.node, &two.store, soon()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_node_whose_claim_failed_claims_again_with_its_next_beat() {
+        let store = Arc::new(InMemoryStore::new());
+        let mut one = member(&store, 1, 2, "process 7");
+        // A store that was started anew counted a beat, and then a call failed.
+        store.add("nodes/1/beat", 1, soon()).unwrap();
+        one.beat().unwrap();
+        assert_eq!(store.get("nodes/1/who", soon()).unwrap(), b"process 7");
+    }
+
+    #[test]
+    fn a_node_that_another_process_has_displaced_does_not_report_its_successor_as_ended() {
+        let store = Arc::new(InMemoryStore::new());
+        let member = |me: &str| member(&store, 1, 2, me);
         let (first, second) = (member("the first"), member("the second"));
         let has_ended = || first.store.get("1/ended", soon()).unwrap() == b"1";
         first.claim(soon()).unwrap();

@@ -300,6 +300,70 @@ fn signals_are_passed_on_as_they_came() {
     }
 }
 
+/// `oxccl` with `arguments`, started by a shell that ignores `signal`.
+fn below_one_that_ignores(signal: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    let script = format!("trap '' {signal}; exec \"$0\" \"$@\"");
+    command.args(["-c", &script, env!("CARGO_BIN_EXE_oxccl")]);
+    command.args(arguments);
+    command
+}
+
+#[test]
+fn a_run_below_nohup_outlives_its_terminal() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = dir.path().to_str().unwrap();
+    let arguments = [
+        "launch",
+        "--lighthouse",
+        &url,
+        "--replicas",
+        "1",
+        "--run-dir",
+        run_dir,
+        "--",
+    ];
+    let go = dir.path().join("go");
+    let script = format!(
+        "echo ready; until test -e {}; do sleep 0.02; done; echo done",
+        go.display()
+    );
+    let mut child = below_one_that_ignores("HUP", &[&arguments[..], &["sh", "-c", &script]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert_eq!(out.next().unwrap().unwrap(), "[replica 0] ready");
+    kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::HUP).unwrap();
+    std::fs::write(go, "").unwrap();
+    assert_eq!(out.next().unwrap().unwrap(), "[replica 0] done");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_run_where_sigchld_is_ignored_knows_how_its_processes_ended() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = dir.path().to_str().unwrap();
+    let arguments = [
+        "launch",
+        "--lighthouse",
+        &url,
+        "--replicas",
+        "1",
+        "--max-restarts",
+        "0",
+        "--run-dir",
+        run_dir,
+        "--",
+        "true",
+    ];
+    let output = below_one_that_ignores("CHLD", &arguments).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+}
+
 #[test]
 fn a_second_signal_ends_what_does_not_end_by_itself_without_waiting_for_the_grace() {
     let (_listener, url) = listening();

@@ -1,14 +1,14 @@
 //! Tests against ranks 1 and 2 that break the rules while links are measured: they are named, and no rank waits beyond its deadline.
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
 
 use crate::GlooGroup;
-use crate::bad_peer::{configuration, frame, hello, soon};
+use crate::bad_peer::{Published, configuration, frame, hello};
 use crate::wire::{ControlKind, Hello, Purpose};
 
 /// The connections of a rank that is not one of ours.
@@ -20,21 +20,14 @@ struct Stranger {
 
 impl Stranger {
     fn connect(store: &Arc<dyn Store>, rank: u32) -> Self {
-        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
-        let fields: Vec<&str> = card.split(' ').collect();
-        let nonce = u64::from_str_radix(fields[1], 16).unwrap();
-        let port = fields[3].parse::<SocketAddr>().unwrap().port();
+        let published = Published::of_rank_0(store);
         let open = |purpose| {
-            let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let greeting = Hello {
+            published.greet(&Hello {
                 rank,
                 world: 3,
                 links: 1,
-                ..hello(purpose, nonce)
-            };
-            stream.write_all(&greeting.encode()).unwrap();
-            let mut answer = [0; Hello::BYTES];
-            stream.read_exact(&mut answer).map(|()| stream).unwrap()
+                ..hello(purpose, published.nonce)
+            })
         };
         let (data, messages) = (open(Purpose::Data), open(Purpose::Messages));
         let mut control = open(Purpose::Control);

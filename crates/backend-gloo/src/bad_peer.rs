@@ -70,6 +70,42 @@ pub(crate) fn frame(kind: ControlKind, id: u64, length: u64) -> Control {
     }
 }
 
+/// What rank 0 has published of itself.
+pub(crate) struct Published {
+    pub(crate) nonce: u64,
+    port: u16,
+    /// The abstract name of its socket for ranks of its host.
+    local: String,
+}
+
+impl Published {
+    pub(crate) fn of_rank_0(store: &Arc<dyn Store>) -> Self {
+        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
+        let fields: Vec<&str> = card.split(' ').collect();
+        Self {
+            nonce: u64::from_str_radix(fields[1], 16).unwrap(),
+            port: fields[3].parse::<SocketAddr>().unwrap().port(),
+            local: fields[5].to_owned(),
+        }
+    }
+
+    pub(crate) fn dial(&self) -> TcpStream {
+        let stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream
+    }
+
+    /// A connection over which `greeting` was answered by rank 0.
+    pub(crate) fn greet(&self, greeting: &Hello) -> TcpStream {
+        let mut stream = self.dial();
+        stream.write_all(&greeting.encode()).unwrap();
+        let mut answer = [0; Hello::BYTES];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
+        stream
+    }
+}
+
 impl Stranger {
     /// As rank 1 of 2.
     fn connect(store: &Arc<dyn Store>) -> Self {
@@ -83,22 +119,13 @@ impl Stranger {
 
     /// And says that it shares memory with rank `lowest` at the lowest.
     fn connect_saying(store: &Arc<dyn Store>, rank: u32, world: u32, lowest: u64) -> Self {
-        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
-        let fields: Vec<&str> = card.split(' ').collect();
-        let nonce = u64::from_str_radix(fields[1], 16).unwrap();
-        let port = fields[3].parse::<SocketAddr>().unwrap().port();
+        let published = Published::of_rank_0(store);
         let open = |purpose| {
-            let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let greeting = Hello {
+            published.greet(&Hello {
                 rank,
                 world,
-                ..hello(purpose, nonce)
-            };
-            stream.write_all(&greeting.encode()).unwrap();
-            let mut answer = [0; Hello::BYTES];
-            stream.read_exact(&mut answer).unwrap();
-            assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
-            stream
+                ..hello(purpose, published.nonce)
+            })
         };
         let data = open(Purpose::Data);
         let messages = open(Purpose::Messages);
@@ -441,10 +468,8 @@ pub(crate) struct Neighbour {
 impl Neighbour {
     pub(crate) fn connect(store: &Arc<dyn Store>) -> Self {
         use std::os::linux::net::SocketAddrExt;
-        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
-        let fields: Vec<&str> = card.split(' ').collect();
-        let nonce = u64::from_str_radix(fields[1], 16).unwrap();
-        let address = std::os::unix::net::SocketAddr::from_abstract_name(fields[5]).unwrap();
+        let Published { nonce, local, .. } = Published::of_rank_0(store);
+        let address = std::os::unix::net::SocketAddr::from_abstract_name(local).unwrap();
         let mut control = std::os::unix::net::UnixStream::connect_addr(&address).unwrap();
         let region = crate::transport::shm::Region::new(2).unwrap();
         let hello = hello(Purpose::Local, nonce).encode();

@@ -1,7 +1,7 @@
 //! Tests against a rank 1 that breaks the rules on the connections for large payloads (INV-10), or loses one of them.
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
 use ftcore::{
@@ -10,7 +10,7 @@ use ftcore::{
 };
 
 use crate::GlooGroup;
-use crate::bad_peer::{configuration, frame, hello, soon};
+use crate::bad_peer::{Published, configuration, frame, hello, soon};
 use crate::wire::{ControlKind, DataHeader, Hello, PieceHeader, Purpose, STRIPE};
 
 /// Three pieces, the last one shorter.
@@ -26,27 +26,20 @@ struct Stranger {
 
 impl Stranger {
     fn connect(store: &Arc<dyn Store>) -> Self {
-        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
-        let fields: Vec<&str> = card.split(' ').collect();
-        let nonce = u64::from_str_radix(fields[1], 16).unwrap();
-        let port = fields[3].parse::<SocketAddr>().unwrap().port();
+        let published = Published::of_rank_0(store);
         let open = |purpose| {
-            let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let greeting = Hello {
+            published.greet(&Hello {
                 connections: 2,
-                ..hello(purpose, nonce)
-            };
-            stream.write_all(&greeting.encode()).unwrap();
-            let mut answer = [0; Hello::BYTES];
-            stream.read_exact(&mut answer).map(|()| stream)
+                ..hello(purpose, published.nonce)
+            })
         };
-        let data = open(Purpose::Data).unwrap();
-        let rails = [0, 1].map(|n| open(Purpose::Rail(n)).unwrap());
+        let data = open(Purpose::Data);
+        let rails = [0, 1].map(|n| open(Purpose::Rail(n)));
         // Two were agreed upon: it gets the answer, as every rank of ours, and is dropped.
-        let mut third = open(Purpose::Rail(2)).unwrap();
+        let mut third = open(Purpose::Rail(2));
         assert!(matches!(third.read(&mut [0]), Ok(0) | Err(_)));
-        let messages = open(Purpose::Messages).unwrap();
-        let mut control = open(Purpose::Control).unwrap();
+        let messages = open(Purpose::Messages);
+        let mut control = open(Purpose::Control);
         control
             .write_all(&frame(ControlKind::Ready, 0, 0).encode())
             .unwrap();

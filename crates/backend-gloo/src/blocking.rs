@@ -36,7 +36,9 @@ impl Driven for Channels {
     }
 
     // A turn looks.
-    fn look(&mut self, _: &Shared) {}
+    fn look(&mut self, _: &Shared) -> bool {
+        false
+    }
 
     fn glance(&mut self) -> u32 {
         if self.is_local() {

@@ -345,7 +345,10 @@ impl Channels {
             }
             moved = true;
         }
-        while let Some(id) = way.sending.pop_front() {
+        for _ in 0..FRAMES {
+            let Some(id) = way.sending.pop_front() else {
+                break;
+            };
             let rest = self.messages.rest(id).unwrap_or(&[]);
             let piece = rest.get(..local::PIECE).unwrap_or(rest);
             let frame = Control {

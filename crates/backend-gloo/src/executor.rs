@@ -83,10 +83,10 @@ impl Executor {
         self.current.is_none() && self.ahead.is_empty() && self.failure.is_none()
     }
 
-    /// Takes in what the engine's thread has learnt about the peers.
-    pub(crate) fn look(&mut self, shared: &Shared) {
+    /// Takes in what the engine's thread has learnt about the peers; true if that was something.
+    pub(crate) fn look(&mut self, shared: &Shared) -> bool {
         if !shared.heed() {
-            return;
+            return false;
         }
         for port in self.ports.iter_mut().flatten() {
             if let Wire::Memory(memory) = &mut port.wire
@@ -95,6 +95,7 @@ impl Executor {
                 memory.closed = shared.fate(port.rank).map(|fate| fate.text);
             }
         }
+        true
     }
 
     /// One turn: starts the next collective up to number `last` if none runs, and moves it on.

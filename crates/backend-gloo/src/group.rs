@@ -295,7 +295,12 @@ impl ProcessGroup for GlooGroup {
         let Some(configuration) = split.child(deadline) else {
             return Ok(None);
         };
-        let child = Self::new(configuration.name.clone(), self.settings.options.clone())?;
+        // As the parent was made, whatever the environment says by now. Shares are those of its ranks.
+        let settings = Settings {
+            shares: Vec::new(),
+            ..self.settings.clone()
+        };
+        let child = Self::with(configuration.name.clone(), settings);
         child.configure(configuration)?;
         Ok(Some(Box::new(child)))
     }

@@ -54,6 +54,8 @@ mod wire;
 #[cfg(test)]
 mod bad_channels;
 #[cfg(test)]
+mod bad_greeting;
+#[cfg(test)]
 mod bad_links;
 #[cfg(test)]
 mod bad_peer;

@@ -111,8 +111,9 @@ pub(crate) struct Settings {
     pub(crate) credentials: Option<Arc<Credentials>>,
     /// See [`constants`]; a field so that a test can make ranks disagree.
     pub(crate) constants: u64,
-    /// As given: a split group is made with the same.
-    pub(crate) options: GroupOptions,
+    /// True if ranks need prove nothing (`OXCCL_INSECURE`). Read with the rest when a group is made, not when it meets: by then a program may change
+    /// its environment in other threads.
+    pub(crate) insecure: bool,
 }
 
 impl Settings {
@@ -141,7 +142,7 @@ impl Settings {
             net_name: options.net_name.clone(),
             host: options.hints.get("host").filter(|host| !host.is_empty()).cloned(),
             constants: constants(),
-            options,
+            insecure: ftcore::identity::is_insecure(false),
         })
     }
 }
@@ -149,7 +150,7 @@ impl Settings {
 impl Settings {
     /// True if this rank may be reached from other hosts.
     pub(crate) fn is_open(&self) -> bool {
-        self.credentials.is_some() || ftcore::identity::is_insecure(false)
+        self.credentials.is_some() || self.insecure
     }
 
     /// How many connections there are beside the first one between two ranks without common memory: with several, the first

@@ -446,7 +446,11 @@ impl Messages {
         self.sent.values().any(|s| s.peer == rank)
             || self.posted.iter().any(|p| p.peer == Some(rank))
             || self.arriving.keys().any(|(peer, _)| *peer == rank)
-            || (self.place.world == 2 && self.posted.iter().any(|p| p.peer.is_none()))
+    }
+
+    /// True if a receive waits for a message of any rank.
+    pub(crate) fn needs_any(&self) -> bool {
+        self.posted.iter().any(|p| p.peer.is_none())
     }
 
     /// Fails everything; the tensors go back, since nothing touches them any more.

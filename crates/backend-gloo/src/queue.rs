@@ -268,7 +268,14 @@ impl Shared {
         let executor = queue.executor.as_ref()?;
         let next = queue.collectives.front().and_then(|s| s.seq);
         let begun = executor.ahead.front().map(|execution| execution.seq);
-        let wanted = executor.current.is_some() || begun.or(next).is_some_and(|next| next <= last);
+        // One that runs for another thread may last longer than what the caller waits for.
+        let first = executor
+            .current
+            .as_ref()
+            .map(|current| current.seq)
+            .or(begun)
+            .or(next);
+        let wanted = first.is_some_and(|first| first <= last);
         if !wanted || executor.failure.is_some() {
             return None;
         }
@@ -680,5 +687,57 @@ impl Drop for Ended {
         drop(queue);
         self.0.changed.notify_all();
         drop((messages, collectives, driven));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use ftcore::{
+        DType, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Store, Tensor,
+    };
+
+    use super::*;
+    use crate::GlooGroup;
+    use crate::bad_peer::{configuration, soon};
+
+    #[test]
+    fn a_caller_does_not_drive_what_comes_after_that_which_it_waits_for() {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        let group = || GlooGroup::new("queue", GroupOptions::default()).unwrap();
+        let sum = |group: &GlooGroup| {
+            group
+                .all_reduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
+                .unwrap()
+        };
+        let asked = Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let group = group();
+                group.configure(configuration(&store, 1, 1, 2)).unwrap();
+                sum(&group).wait(soon()).unwrap();
+                asked.wait();
+                sum(&group).wait(soon()).unwrap();
+            });
+            let group = group();
+            group.configure(configuration(&store, 1, 0, 2)).unwrap();
+            sum(&group).wait(soon()).unwrap();
+            // Begun, and waiting for the other rank, with no thread that drives it.
+            let second = sum(&group);
+            let (shared, _) = group.ready(&Default::default()).unwrap();
+            let executor = loop {
+                match shared.take_executor_for(1) {
+                    Some(executor) if executor.current.is_some() => break executor,
+                    Some(executor) => shared.give_back(executor, Taken::Caller),
+                    None => std::thread::yield_now(),
+                }
+            };
+            shared.lock().executor = Some(executor);
+            // The first one's waiter, which was held up until now.
+            assert!(shared.take_executor_for(0).is_none());
+            asked.wait();
+            second.wait(soon()).unwrap();
+        });
     }
 }

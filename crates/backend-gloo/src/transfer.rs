@@ -20,6 +20,8 @@ pub(crate) const PIECE: usize = 256 * 1024;
 const WRITE: usize = 192 * 1024;
 /// What goes into a ring, or out of it, before the peer is shown.
 pub(crate) const CHUNK: usize = 32 * 1024;
+/// And so much of it before this rank looks elsewhere, also while the peer keeps up: it may be told to stop.
+const PASS: usize = 1024 * 1024;
 /// Payloads from this size on are read where they lie, if the peer can: less is copied sooner than it is agreed upon.
 const LEND_FROM: usize = 16 * 1024;
 /// What is read there before this rank looks elsewhere.
@@ -174,7 +176,8 @@ pub(crate) fn put(ring: &mut Rings, sending: &mut Sending, memory: &Memory) -> R
         sending.done = DataHeader::BYTES;
         moved = true;
     }
-    while !sending.is_finished() {
+    let until = sending.done.saturating_add(PASS);
+    while !sending.is_finished() && sending.done < until {
         let room = ring.writer.room(CHUNK)?.min(CHUNK);
         let slice = memory.slice(&sending.send.from, sending.done - DataHeader::BYTES);
         let slice = slice
@@ -333,7 +336,8 @@ pub(crate) fn land(
     let total = receiving.recv.into.len();
     let element = dtype.size();
     let mut moved = false;
-    while !receiving.is_finished() {
+    let until = receiving.done.saturating_add(PASS);
+    while !receiving.is_finished() && receiving.done < until {
         let most = total.min(limit).saturating_sub(receiving.done).min(CHUNK);
         let have = ring.reader.available(most)?.min(most);
         // Whole elements: the writer may have been cut short in one.
@@ -416,4 +420,93 @@ pub(crate) fn collect(
         port.spare = std::mem::take(&mut receiving.piece);
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
+    use ftcore::{Tensor, deadline_in, time_left};
+
+    use super::*;
+    use crate::buffers::Map;
+    use crate::schedule::{Buffer, Count};
+    use crate::transport::shm::{Reader, Region, Writer};
+    use crate::transport::tcp::Counters;
+
+    const WHOLE: usize = 64 * PASS;
+
+    /// What `ours` of [`WHOLE`] bytes has done by its first return, while `theirs` does the other side's part at once, again and again.
+    fn in_one_pass(
+        theirs: impl Fn(&mut Writer, &mut Reader) + Sync,
+        ours: impl FnOnce(&mut Rings, &mut Memory, Span) -> usize,
+    ) -> usize {
+        let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
+        let handles =
+            |of: &Region| Vec::<OwnedFd>::from(of.handles().map(|fd| fd.try_clone_to_owned().unwrap()));
+        let at_a = a.open(0, 1, 1, handles(&b)).unwrap();
+        let mut at_b = b.open(1, 0, 1, handles(&a)).unwrap().collectives;
+        let mut rings = Rings::new(at_a.collectives, at_a.tensors, Arc::new(Counters::default()));
+        let mut map = Map::default();
+        map.push(0, 0..WHOLE);
+        let mut memory = Memory::new(vec![Tensor::zeros(DType::U8, WHOLE)], map.clone(), map);
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (theirs, done) = (&theirs, &done);
+            scope.spawn(move || {
+                let until = deadline_in(Duration::from_secs(60));
+                while !done.load(Ordering::Acquire) && !time_left(until).is_zero() {
+                    theirs(&mut at_b.writer, &mut at_b.reader);
+                }
+            });
+            let moved = ours(&mut rings, &mut memory, Span::new(Buffer::Out, 0..WHOLE));
+            done.store(true, Ordering::Release);
+            moved
+        })
+    }
+
+    #[test]
+    fn a_pass_ends_though_the_peer_keeps_up_so_that_this_rank_hears_what_it_is_told() {
+        // They copy nothing, so they are ahead of the side that does.
+        let write = |writer: &mut Writer, _: &mut Reader| {
+            let room = writer.room(CHUNK).unwrap().min(CHUNK);
+            writer.advance(room);
+            writer.publish();
+        };
+        let landed = in_one_pass(write, |rings, memory, into| {
+            let mut receiving = Receiving::new(Recv {
+                peer: 1,
+                into,
+                landing: Landing::Copy,
+                count: Count::Ignore,
+            });
+            receiving.open = true;
+            while receiving.done == 0 {
+                land(rings, &mut receiving, memory, DType::U8, None, WHOLE).unwrap();
+            }
+            receiving.done
+        });
+        assert!(landed <= PASS + CHUNK, "{landed} bytes");
+        let read = |_: &mut Writer, reader: &mut Reader| {
+            let here = reader.available(CHUNK).unwrap().min(CHUNK);
+            reader.take(here);
+            reader.release();
+        };
+        let written = in_one_pass(read, |rings, memory, from| {
+            let mut sending = Sending::new(
+                crate::schedule::Send {
+                    peer: 1,
+                    from,
+                    slot: None,
+                },
+                [0; DataHeader::BYTES],
+            );
+            put(rings, &mut sending, memory).unwrap();
+            sending.done
+        });
+        assert!(written <= PASS + CHUNK + DataHeader::BYTES, "{written} bytes");
+    }
 }

@@ -20,8 +20,8 @@ const SYSTEM_CALL: u32 = 15;
 /// What is driven by one thread at a time: the executor, or the channels.
 pub(crate) trait Driven {
     fn spin_budget(&mut self) -> &mut SpinBudget;
-    /// Takes in what the engine's thread has learnt.
-    fn look(&mut self, shared: &Shared);
+    /// Takes in what the engine's thread has learnt. True if there was something: no sleep before it was looked at.
+    fn look(&mut self, shared: &Shared) -> bool;
     /// Between two looks without a sleep. How many looks at memory it took.
     fn glance(&mut self) -> u32;
     /// From now on others ring.
@@ -37,8 +37,8 @@ impl Driven for Executor {
         &mut self.spin_budget
     }
 
-    fn look(&mut self, shared: &Shared) {
-        Executor::look(self, shared);
+    fn look(&mut self, shared: &Shared) -> bool {
+        Executor::look(self, shared)
     }
 
     fn glance(&mut self) -> u32 {
@@ -126,7 +126,10 @@ impl Waiter {
     ) -> Result<()> {
         self.waits = self.waits.wrapping_add(1);
         go_on(shared.interrupt())?;
-        driven.look(shared);
+        if driven.look(shared) {
+            // It came with a ring, which may have been before the bell was armed: the caller looks at it first.
+            return Ok(());
+        }
         self.looked = self.looked.saturating_add(1);
         if self.looked < driven.spin_budget().now {
             self.looked = self.looked.saturating_add(driven.glance());
@@ -171,8 +174,20 @@ mod tests {
 
     use super::*;
     use crate::execution::Place;
+    use crate::peer::Fate;
     use crate::schedule::Hosts;
     use crate::transport::shm::Bells;
+
+    fn of_two() -> std::sync::Arc<Shared> {
+        let place = Place {
+            rank: 0,
+            world: 2,
+            epoch: Epoch(1),
+            one_host: true,
+        };
+        let bells = Bells::private(false).unwrap();
+        Shared::new(place, Hosts::default(), bells, None, Vec::new(), true).unwrap()
+    }
 
     /// Nothing moves, and nothing is there to look at.
     struct Still(SpinBudget);
@@ -181,7 +196,9 @@ mod tests {
         fn spin_budget(&mut self) -> &mut SpinBudget {
             &mut self.0
         }
-        fn look(&mut self, _: &Shared) {}
+        fn look(&mut self, _: &Shared) -> bool {
+            false
+        }
         fn glance(&mut self) -> u32 {
             0
         }
@@ -192,16 +209,52 @@ mod tests {
         }
     }
 
+    /// A peer dies in the moment before the bell is armed, and the engine's thread has rung by then.
+    struct Late(SpinBudget);
+
+    impl Driven for Late {
+        fn spin_budget(&mut self) -> &mut SpinBudget {
+            &mut self.0
+        }
+        fn look(&mut self, shared: &Shared) -> bool {
+            shared.heed()
+        }
+        fn glance(&mut self) -> u32 {
+            0
+        }
+        fn arm(&self, shared: &Shared) {
+            let fate = Fate {
+                left: false,
+                text: "closed the connection".to_owned(),
+            };
+            shared.tell_fate(1, fate);
+            shared.bell().arm(Sleep::Word);
+        }
+        fn disarm(&self, shared: &Shared) {
+            shared.bell().disarm();
+        }
+        fn sleep(&mut self, _: &Shared, _: Instant) -> Result<()> {
+            panic!("it sleeps on what its caller has not seen");
+        }
+    }
+
+    #[test]
+    fn what_was_rung_for_before_the_bell_was_armed_is_seen_before_a_sleep() {
+        let shared = of_two();
+        let (mut waiter, mut late) = (Waiter::default(), Late(SpinBudget::of(1, true)));
+        let mut waits = 0;
+        while !waiter.armed {
+            waits += 1;
+            assert!(waits < 100_000, "it is never armed");
+            waiter.wait(&mut late, &shared, |_| Instant::now()).unwrap();
+        }
+        // The caller looked at the rings in between, and hears that the peer has gone only now.
+        waiter.wait(&mut late, &shared, |_| Instant::now()).unwrap();
+    }
+
     #[test]
     fn a_driver_asks_the_clock_though_something_moves_between_any_two_waits() {
-        let place = Place {
-            rank: 0,
-            world: 2,
-            epoch: Epoch(1),
-            one_host: true,
-        };
-        let bells = Bells::private(false).unwrap();
-        let shared = Shared::new(place, Hosts::default(), bells, None, Vec::new(), true).unwrap();
+        let shared = of_two();
         let (mut waiter, mut still) = (Waiter::default(), Still(SpinBudget::of(1, true)));
         let mut asked = 0;
         for _ in 0..1000 {

@@ -1,12 +1,8 @@
-//! What a group offers, which depends on the library's version, the device and the group's options.
+//! What a group offers, which depends on the device and the group's options.
 
 use ftcore::{Capabilities, DType, DTypeSet, Feature, FeatureSet, OpKind, OpSet, ReduceOp, names, notes};
-use nccl_sys::Version;
 
-use crate::options::honoured;
-
-/// The first version whose reductions know the 8-bit floats.
-const FP8: Version = Version::new(2, 24, 0);
+use crate::options::HONOURED;
 
 const WHOLE: [DType; 6] = [
     DType::I64,
@@ -19,16 +15,10 @@ const WHOLE: [DType; 6] = [
 const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 const EIGHTHS: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
 
-/// The table for a library on a chip that reduces 8-bit floats or not.
-pub(crate) fn capabilities(
-    version: Version,
-    chip_reduces_fp8: bool,
-    counts_contributors: bool,
-    detects: bool,
-) -> Capabilities {
+/// The table for a chip that reduces 8-bit floats or not.
+pub(crate) fn capabilities(fp8: bool, counts_contributors: bool, detects: bool) -> Capabilities {
     let numbers: Vec<DType> = WHOLE.into_iter().chain(FLOATS).collect();
     let with_bool: Vec<DType> = numbers.iter().copied().chain([DType::Bool]).collect();
-    let fp8 = chip_reduces_fp8 && version >= FP8;
     let and_fp8 = |list: &[DType]| {
         let eighths = if fp8 { EIGHTHS.as_slice() } else { &[] };
         DTypeSet::of(&list.iter().chain(eighths).copied().collect::<Vec<_>>())
@@ -67,7 +57,7 @@ pub(crate) fn capabilities(
         moves: DTypeSet::of(&DType::ALL),
         reduces,
         features: FeatureSet::of(&features),
-        options: names(&honoured(version)),
+        options: names(&HONOURED),
         devices: names(&["cuda"]),
         notes: notes(&[
             (
@@ -116,16 +106,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn eight_bit_floats_need_a_new_library_and_a_new_chip() {
-        let reduces =
-            |version, chip| capabilities(version, chip, true, false).reduces(ReduceOp::Sum, DType::F8E4M3);
-        assert!(reduces(Version::new(2, 24, 3), true));
-        assert!(!reduces(Version::new(2, 23, 4), true));
-        assert!(!reduces(Version::new(2, 30, 7), false));
-        assert!(
-            capabilities(Version::new(2, 19, 3), false, true, false)
-                .moves
-                .contains(DType::F8E5M2)
-        );
+    fn eight_bit_floats_are_reduced_by_a_new_chip_and_moved_by_every_one() {
+        let of = |chip| capabilities(chip, true, false);
+        assert!(of(true).reduces(ReduceOp::Sum, DType::F8E4M3));
+        assert!(!of(false).reduces(ReduceOp::Sum, DType::F8E4M3));
+        assert!(of(false).moves.contains(DType::F8E5M2));
     }
 }

@@ -19,8 +19,7 @@ use crate::cuda::kernels::Kernel;
 use crate::cuda::raw::Span;
 use crate::cuda::stream::CudaStream;
 use crate::driver::{NcclDriver, Shared, lock};
-use crate::raw::{Comm, nccl};
-use crate::threads;
+use crate::raw::{Comm, give_up, nccl};
 
 /// One message on its way into a channel.
 struct Message {
@@ -49,7 +48,7 @@ impl Key {
 
 struct Channel {
     messages: Sender<Message>,
-    comm: Arc<OnceLock<Comm>>,
+    comm: Arc<OnceLock<Arc<Comm>>>,
 }
 
 /// The channels of one configuration.
@@ -134,32 +133,22 @@ impl Channels {
             .map_err(|_| Error::new(ErrorKind::Internal, "a channel's thread has ended"))
     }
 
-    fn comms(&self) -> Vec<Arc<OnceLock<Comm>>> {
+    /// The communicators that there are.
+    pub(crate) fn comms(&self) -> Vec<Arc<Comm>> {
         lock(&self.map)
             .values()
-            .map(|channel| channel.comm.clone())
+            .filter_map(|channel| channel.comm.get().cloned())
             .collect()
     }
 
     /// Asks every communicator how it is.
     pub(crate) fn check(&self) -> Result<()> {
-        self.comms()
-            .iter()
-            .filter_map(|c| c.get())
-            .try_for_each(|comm| comm.state().map(drop))
-    }
-
-    /// Ends all communicators; may block as long as the library likes.
-    pub(crate) fn abort(&self) {
-        self.comms().iter().filter_map(|c| c.get()).for_each(Comm::abort);
+        self.comms().iter().try_for_each(|comm| comm.state().map(drop))
     }
 
     /// Flushes and frees all communicators.
     pub(crate) fn retire(&self, limit: Duration) {
-        self.comms()
-            .iter()
-            .filter_map(|c| c.get())
-            .for_each(|comm| comm.retire(limit));
+        self.comms().iter().for_each(|comm| comm.retire(limit));
     }
 
     fn parcels(&self) -> Vec<Arc<Parcel>> {
@@ -184,7 +173,7 @@ impl Channels {
 
 fn start(shared: &Arc<Shared>, key: Key) -> Result<Channel> {
     let (sender, incoming) = channel::<Message>();
-    let comm: Arc<OnceLock<Comm>> = Arc::default();
+    let comm: Arc<OnceLock<Arc<Comm>>> = Arc::default();
     let (weak, cell) = (Arc::downgrade(shared), comm.clone());
     let stream = CudaStream::new(&shared.gpu, shared.settings.high_priority)?;
     let way = if key.outgoing { "to" } else { "from" };
@@ -212,7 +201,7 @@ fn start(shared: &Arc<Shared>, key: Key) -> Result<Channel> {
 fn carry(
     shared: &Arc<Shared>,
     key: Key,
-    cell: &Arc<OnceLock<Comm>>,
+    cell: &OnceLock<Arc<Comm>>,
     stream: &CudaStream,
     message: &Message,
     number: u64,
@@ -223,20 +212,17 @@ fn carry(
         let count = message.span.bytes() / message.dtype.size();
         let content = format!("{count} elements of {}", message.dtype);
         let place = agreement::Message { from, to, number };
-        agreement.meet(place, &content, message.deadline, || stop().is_some())?;
+        agreement.meet(place, &content, message.deadline)?;
     }
     let _inside = shared.gpu.enter()?;
     let comm = match cell.get() {
         Some(comm) => comm,
         None => {
-            let comm = connect(shared, key, message.deadline)?;
+            let comm = Arc::new(connect(shared, key, message.deadline)?);
             let comm = cell.get_or_init(|| comm);
             // The abort of a group that has failed meanwhile has not seen it.
             if let Some(error) = shared.failure() {
-                let late = cell.clone();
-                threads::in_background("ox-nccl-abort", move || {
-                    late.get().iter().for_each(|comm| comm.abort());
-                });
+                give_up(comm.clone());
                 return Err(error);
             }
             comm
@@ -302,6 +288,7 @@ fn connect(shared: &Shared, key: Key, deadline: Instant) -> Result<Comm> {
     };
     Comm::init(
         nccl,
+        &shared.gpu,
         id,
         u32::from(!key.outgoing),
         2,

@@ -73,6 +73,6 @@ fn compare(shared: &Shared, one: &Waiting, number: u64) -> Result<()> {
     match op.kind() {
         // It waits for all by itself, and names who is missing; ranks that call something else compare.
         OpKind::MonitoredBarrier => Ok(()),
-        _ => agreement.compare(number, until, || shared.failure().is_some()),
+        _ => agreement.compare(number, until),
     }
 }

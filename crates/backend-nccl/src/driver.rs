@@ -159,8 +159,19 @@ impl Shared {
     /// After a failure: ends the communicators and finds out what is free. May block for ever.
     fn abort(&self) {
         let _inside = self.gpu.enter();
+        // All at the same time: one takes half a second, and one that hangs leaves no kernel of another running.
+        let (returned, all) = channel::<()>();
+        for comm in self.channels.comms() {
+            let returned = returned.clone();
+            threads::in_background("ox-nccl-abort", move || {
+                comm.abort();
+                drop(returned);
+            });
+        }
+        drop(returned);
         self.comm.abort();
-        self.channels.abort();
+        // Fails when the last of them has dropped its sender.
+        let _ = all.recv();
         let by = deadline_in(ON_THE_WAY);
         self.channels.close(self, by);
         // Behind everything that was enqueued, even by calls that failed half way; unless one of them is not back.
@@ -325,6 +336,9 @@ impl Driver for NcclDriver {
         let shared = self.0.clone();
         tracing::warn!(rank = shared.place.rank, epoch = %shared.place.epoch, %failure, "a group has failed");
         let _ = shared.failure.set(failure.clone());
+        if let Some(agreement) = &shared.agreement {
+            agreement.end(failure.clone());
+        }
         shared.in_flight.stop();
         shared.peers.report(failure);
         self.close_barriers();

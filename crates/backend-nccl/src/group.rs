@@ -68,27 +68,16 @@ impl NcclBackend {
         threads::catch_up();
         let nccl = nccl()?;
         let _inside = self.gpu.enter()?;
-        let terms = self.settings.terms();
-        let id = match &origin {
-            Origin::Id if c.rank == 0 => {
-                let id = unique_id(nccl, c);
-                Some(id.inspect_err(|e| terms.refuse(c, e))?)
-            }
-            _ => None,
-        };
-        let mut meeting = peers::meet(c, &terms, id.map(|id| id.0.to_vec()))?;
-        let id = meeting
-            .gift
-            .take()
-            .and_then(|id| id.try_into().ok())
-            .map(UniqueId);
-        let comm = match (origin, id) {
-            (Origin::Parent(mut child), _) => {
+        let meeting = peers::meet(c, &self.settings.terms())?;
+        let comm = match origin {
+            Origin::Parent(mut child) => {
                 let gone = || Error::new(ErrorKind::Internal, "the child's communicator is taken");
                 child.0.take().map(|comm| *comm).ok_or_else(gone)
             }
-            (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
-            (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
+            Origin::Id => {
+                let id = meeting.id(c, || unique_id(nccl, c, &meeting.watch()));
+                id.and_then(|id| self.initialise(nccl, c, id_of(&id)?, &meeting.watch()))
+            }
         };
         let settled = comm.and_then(|comm| match settle(&comm, c, &meeting.watch()) {
             Ok(()) => Ok(Arc::new(comm)),
@@ -122,7 +111,7 @@ impl NcclBackend {
         let gpu = self.gpu.clone();
         let join = move || {
             gpu.enter()
-                .and_then(|_inside| Comm::init(nccl, id, rank, world, &wish))
+                .and_then(|_inside| Comm::init(nccl, &gpu, id, rank, world, &wish))
         };
         let unclaimed = |comm: Result<Comm>| comm.iter().for_each(Comm::abort);
         let stop = || c.cancel.reason().or_else(elsewhere);
@@ -131,11 +120,28 @@ impl NcclBackend {
     }
 }
 
-/// What rank 0 gives out. The library opens its sockets for it, which may take long.
-fn unique_id(nccl: &'static Nccl, c: &Configuration) -> Result<UniqueId> {
+/// What rank 0 gives out. The library opens its sockets for it, which may take long, and a thread of it waits there until all ranks have come.
+fn unique_id(
+    nccl: &'static Nccl,
+    c: &Configuration,
+    elsewhere: &dyn Fn() -> Option<Error>,
+) -> Result<Vec<u8>> {
     let late = || Error::timeout("NCCL made no unique id by the deadline (phase: unique id)");
-    let stop = || c.cancel.reason();
-    bounded("ox-nccl-id", c.deadline, &stop, &late, || nccl.unique_id(), drop)?
+    let stop = || c.cancel.reason().or_else(elsewhere);
+    let id = bounded("ox-nccl-id", c.deadline, &stop, &late, || nccl.unique_id(), drop)??;
+    Ok(id.0.to_vec())
+}
+
+/// Out of the store, which is not trusted (INV-10).
+fn id_of(bytes: &[u8]) -> Result<UniqueId> {
+    bytes.try_into().map(UniqueId).map_err(|_| {
+        let text = format!(
+            "rank 0's unique id has {} bytes, not {}",
+            bytes.len(),
+            UniqueId::BYTES
+        );
+        Error::new(ErrorKind::Protocol, text).with_peer(0)
+    })
 }
 
 fn too_late(c: &Configuration) -> Error {
@@ -215,12 +221,7 @@ impl Backend for NcclBackend {
         let gpu = Gpu::open(device.index)?;
         let _inside = gpu.enter()?;
         gpu.prepare()?;
-        let capabilities = capabilities(
-            version,
-            gpu.native_fp8(),
-            settings.count_contributors,
-            settings.detects,
-        );
+        let capabilities = capabilities(gpu.native_fp8(), settings.count_contributors, settings.detects);
         Ok(Self {
             device: device.clone(),
             settings,

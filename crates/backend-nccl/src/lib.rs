@@ -30,7 +30,6 @@ use std::sync::Arc;
 
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
-use nccl_sys::OLDEST;
 
 pub use cuda::accelerator::CudaAccelerator;
 pub use cuda::raw::program::CudaProgram;
@@ -45,10 +44,9 @@ impl BackendFactory for NcclFactory {
         probe::probe()
     }
 
-    /// What the library at hand offers on device 0; without a library, what the oldest supported one would.
+    /// What it offers on device 0, or would with a library.
     fn capabilities(&self) -> Capabilities {
-        let version = raw::nccl().map_or(OLDEST, raw::Nccl::version);
-        capability::capabilities(version, probe::native_fp8(), true, false)
+        capability::capabilities(probe::native_fp8(), true, false)
     }
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {

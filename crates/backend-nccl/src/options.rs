@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ftcore::peers::{Door, Terms};
 use ftcore::{Credentials, Error, GroupOptions, Result, agreement};
-use nccl_sys::{Config, Version};
+use nccl_sys::Version;
 
 use crate::raw::Wish;
 
@@ -19,28 +19,23 @@ pub(crate) const HINT_CREDENTIALS: &str = "hint:credentials";
 /// `hint:encrypt`: `1` encrypts the control connections. What NCCL sends itself is not encrypted.
 pub(crate) const HINT_ENCRYPT: &str = "hint:encrypt";
 
-/// The options that are acted on with `version`; any other is refused (INV-9).
-pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
-    let mut names = vec![
-        "is_high_priority_stream",
-        "cga_cluster_size",
-        "min_ctas",
-        "max_ctas",
-        "net_name",
-        "split_share",
-        "blocking",
-        HINT_CONTRIBUTORS,
-        HINT_CREDENTIALS,
-        HINT_ENCRYPT,
-        agreement::OPTION,
-        "variable:PATH",
-        "variable:HOST",
-    ];
-    if version >= Config::TRAFFIC_CLASS {
-        names.push("traffic_class");
-    }
-    names
-}
+/// The options that are acted on; any other is refused (INV-9).
+pub(crate) const HONOURED: [&str; 14] = [
+    "is_high_priority_stream",
+    "cga_cluster_size",
+    "min_ctas",
+    "max_ctas",
+    "net_name",
+    "split_share",
+    "blocking",
+    "traffic_class",
+    HINT_CONTRIBUTORS,
+    HINT_CREDENTIALS,
+    HINT_ENCRYPT,
+    agreement::OPTION,
+    "variable:PATH",
+    "variable:HOST",
+];
 
 /// The options in the form in which they are used.
 #[derive(Debug, Clone)]
@@ -65,7 +60,7 @@ impl Settings {
     /// Errors: `InvalidArgument` for an option that is not honoured, or a value out of range.
     pub(crate) fn new(options: GroupOptions, version: Version) -> Result<Self> {
         // Also for groups that no registry makes; once more changes nothing.
-        let options = options.resolved("nccl", &honoured(version))?.options;
+        let options = options.resolved("nccl", &HONOURED)?.options;
         let count_contributors = match options.hints.get("contributors").map(String::as_str) {
             None | Some("count") => true,
             Some("all") => false,
@@ -156,29 +151,6 @@ mod tests {
     use super::*;
 
     const NEW: Version = Version::new(2, 30, 7);
-    const OLD: Version = Version::new(2, 21, 5);
-
-    #[test]
-    fn an_option_that_this_version_does_not_read_is_refused_or_dropped_aloud() {
-        let options = GroupOptions {
-            traffic_class: Some(3),
-            ..Default::default()
-        };
-        assert_eq!(
-            Settings::new(options.clone(), NEW)
-                .unwrap()
-                .wish("a")
-                .traffic_class,
-            Some(3)
-        );
-        let e = Settings::new(options.clone(), OLD).unwrap_err();
-        assert!(e.to_string().contains("traffic_class"), "{e}");
-        let lenient = GroupOptions {
-            lenient: true,
-            ..options
-        };
-        assert_eq!(Settings::new(lenient, OLD).unwrap().wish("a").traffic_class, None);
-    }
 
     #[test]
     fn values_out_of_range_are_refused_by_name() {

@@ -1,17 +1,20 @@
 //! NCCL behind safe methods: the opened library, communicators, and the calls that enqueue work.
 //!
-//! A communicator is used by many threads and may be aborted by one more at any moment. Every call holds `gate` for reading; abort
-//! and destroy close it first and then wait a little for callers to leave, so that a freed communicator is never touched.
+//! A communicator is used by many threads and may be aborted by one more at any moment. One call at a time is inside the library
+//! with it (`gate`): there even a question is no mere question, since `ncclCommGetAsyncError` and most others join the thread of the last
+//! launch and free what belongs to it. Abort and destroy close the communicator first and then wait a little for the caller to leave, so
+//! that a freed communicator is never touched.
 
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use ftcore::{DType, Error, ErrorKind, Result, deadline_in, time_left};
 use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Version, code, dtype};
 
+use crate::cuda::gpu::Gpu;
 use crate::threads::in_background;
 
 mod calls;
@@ -108,29 +111,31 @@ impl Nccl {
         Ok(id)
     }
 
-    /// The configuration; the strings must live as long as it is used.
-    fn config(&self, wish: &Wish, net: Option<&CString>, name: &CString) -> Config {
+    /// Calls `f` with the configuration, whose strings the library copies in the call, but for `name`, which is that of a place.
+    fn with_config<T>(
+        &self,
+        wish: &Wish,
+        name: *const c_char,
+        f: impl FnOnce(&mut Config) -> Result<T>,
+    ) -> Result<T> {
         let int =
             |v: Option<u32>| v.map_or(nccl_sys::UNDEFINED, |v| c_int::try_from(v).unwrap_or(c_int::MAX));
+        let net = wish.net_name.as_deref().map(c_string).transpose()?;
         let mut config = Config::new(self.version());
         config.blocking = c_int::from(wish.blocking);
         config.cga_cluster_size = int(wish.cga_cluster_size);
         config.min_ctas = int(wish.min_ctas);
         config.max_ctas = int(wish.max_ctas);
-        config.net_name = net.map_or(ptr::null(), |n| n.as_ptr());
+        config.net_name = net.as_ref().map_or(ptr::null(), |n| n.as_ptr());
         config.split_share = int(wish.split_share.map(u32::from));
         config.traffic_class = int(wish.traffic_class);
-        config.comm_name = name.as_ptr();
-        config
+        config.comm_name = name;
+        f(&mut config)
     }
+}
 
-    fn with_config<T>(&self, wish: &Wish, f: impl FnOnce(&mut Config) -> Result<T>) -> Result<T> {
-        let c_string =
-            |s: &str| CString::new(s).map_err(|_| Error::invalid(format!("'{s}' holds a zero byte")));
-        let net = wish.net_name.as_deref().map(c_string).transpose()?;
-        let name = c_string(&wish.name)?;
-        f(&mut self.config(wish, net.as_ref(), &name))
-    }
+fn c_string(s: &str) -> Result<CString> {
+    CString::new(s).map_err(|_| Error::invalid(format!("'{s}' holds a zero byte")))
 }
 
 /// The bits of a factor in `d`.
@@ -173,18 +178,28 @@ pub(crate) fn native(d: DType) -> Option<DataType> {
     })
 }
 
-/// A handle as the library writes it, on a thread of its own.
-type Place = Box<AtomicPtr<c_void>>;
+/// What the library keeps pointers to for as long as it has the communicator. It does not move.
+struct Place {
+    /// The handle as the library writes it, on a thread of its own: at once, or when it is through, or both.
+    handle: Box<AtomicPtr<c_void>>,
+    /// The communicator's name, which a profiler is told at any time.
+    name: CString,
+}
 
-fn new_place() -> Place {
-    Box::new(AtomicPtr::new(ptr::null_mut()))
+impl Place {
+    fn new(wish: &Wish) -> Result<Self> {
+        Ok(Self {
+            handle: Box::new(AtomicPtr::new(ptr::null_mut())),
+            name: c_string(&wish.name)?,
+        })
+    }
 }
 
 /// A communicator.
 pub(crate) struct Comm {
     nccl: &'static Nccl,
+    gpu: Arc<Gpu>,
     handle: *mut c_void,
-    /// Where the library writes the handle: at once, or when it is through, or both.
     place: Option<Place>,
     /// That of a child that is being split off. It is kept until nothing is in progress or this communicator is gone.
     child: Mutex<Option<Place>>,
@@ -192,11 +207,11 @@ pub(crate) struct Comm {
     closed: AtomicBool,
     /// The library says that it is gone.
     freed: AtomicBool,
-    gate: RwLock<()>,
+    /// Held in every call but an abort and what makes way for it.
+    gate: Mutex<()>,
 }
 
-// SAFETY: NCCL allows calls from any thread, one at a time per communicator for enqueuing (the caller's order lock), and
-// abort and async-error queries beside them.
+// SAFETY: NCCL allows calls from any thread, one at a time per communicator (the gate), and an abort beside them.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -205,6 +220,7 @@ impl Comm {
     /// Joins. Non-blocking communicators are usually still in progress: see [`settle`](Self::settle).
     pub(crate) fn init(
         nccl: &'static Nccl,
+        gpu: &Arc<Gpu>,
         id: UniqueId,
         rank: u32,
         world: u32,
@@ -214,26 +230,28 @@ impl Comm {
         let (Ok(rank), Ok(world)) = (rank, world) else {
             return Err(Error::invalid("the world is too large for NCCL"));
         };
-        let place = new_place();
-        let result = nccl.with_config(wish, |config| {
-            // SAFETY: writes one handle into a place that is kept; the configuration and its strings live over the call, which
-            // copies them.
-            Ok(unsafe { (nccl.api().comm_init_rank_config)(place.as_ptr(), world, id, rank, config) })
+        let place = Place::new(wish)?;
+        let result = nccl.with_config(wish, place.name.as_ptr(), |config| {
+            let call = nccl.api().comm_init_rank_config;
+            // SAFETY: writes one handle into a place that is kept, as is the name; the configuration and its other strings live over
+            // the call, which copies them.
+            Ok(unsafe { call(place.handle.as_ptr(), world, id, rank, config) })
         })?;
-        Self::of(nccl, place, "ncclCommInitRankConfig", result)
+        Self::of(nccl, gpu, place, "ncclCommInitRankConfig", result)
     }
 
     /// What a call has written into `place`.
-    fn of(nccl: &'static Nccl, place: Place, call: &str, result: ResultCode) -> Result<Self> {
-        let handle = place.load(Ordering::Acquire);
+    fn of(nccl: &'static Nccl, gpu: &Arc<Gpu>, place: Place, call: &str, result: ResultCode) -> Result<Self> {
+        let handle = place.handle.load(Ordering::Acquire);
         let comm = Self {
             nccl,
+            gpu: gpu.clone(),
             handle,
             place: Some(place),
             child: Mutex::default(),
             closed: AtomicBool::new(handle.is_null()),
             freed: AtomicBool::new(false),
-            gate: RwLock::new(()),
+            gate: Mutex::default(),
         };
         if let Err(error) = nccl.check(call, result) {
             comm.abort();
@@ -248,18 +266,40 @@ impl Comm {
         Ok(comm)
     }
 
-    /// Holds the communicator open for one call.
-    fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
-        let gate = self.gate.try_read().ok();
-        match gate {
-            Some(gate) if !self.closed.load(Ordering::Acquire) => Ok(gate),
-            _ => Err(Error::new(ErrorKind::Aborted, "the communicator was aborted")),
+    /// Holds the communicator open for one call, alone. Waits for the call that is inside; an abort ends the wait.
+    fn enter(&self) -> Result<MutexGuard<'_, ()>> {
+        let mut round = 0;
+        loop {
+            if let Some(inside) = self.try_enter()? {
+                return Ok(inside);
+            }
+            pause(&mut round);
         }
     }
 
-    /// `Ok(true)` if nothing is in progress; the communicator's error otherwise.
+    /// As [`enter`](Self::enter); `None` if another call is inside.
+    fn try_enter(&self) -> Result<Option<MutexGuard<'_, ()>>> {
+        let gate = self.gate();
+        // Asked behind the gate: the one that closes waits for it afterwards.
+        match self.closed.load(Ordering::Acquire) {
+            false => Ok(gate),
+            true => Err(Error::new(ErrorKind::Aborted, "the communicator was aborted")),
+        }
+    }
+
+    fn gate(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.gate.try_lock() {
+            Ok(gate) => Some(gate),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// `Ok(true)` if nothing is in progress, also no call of another thread; the communicator's error otherwise.
     pub(crate) fn state(&self) -> Result<bool> {
-        let _inside = self.enter()?;
+        let Some(_inside) = self.try_enter()? else {
+            return Ok(false);
+        };
         let mut state = code::SUCCESS;
         // SAFETY: the gate keeps the communicator; writes one code.
         let result = unsafe { (self.nccl.api().comm_get_async_error)(self.handle, &raw mut state) };
@@ -272,7 +312,7 @@ impl Comm {
 
     /// Waits until nothing is in progress, `stop` says why not to go on, or the deadline passes.
     pub(crate) fn settle(&self, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<()> {
-        let mut round = 0u32;
+        let mut round = 0;
         // An abort closes the communicator under the caller that waits; the reason is the group's.
         let is_through = || {
             self.state().map_err(|error| match error.kind() {
@@ -289,13 +329,7 @@ impl Comm {
                     "NCCL was still busy with the call at the deadline",
                 ));
             }
-            round += 1;
-            if round < 50 {
-                std::hint::spin_loop();
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(Duration::from_micros(50));
-            }
+            pause(&mut round);
         }
         Ok(())
     }
@@ -369,7 +403,7 @@ impl Comm {
     fn is_left(&self, within: Duration) -> bool {
         let until = deadline_in(within);
         loop {
-            if self.gate.try_write().is_ok() {
+            if self.gate().is_some() {
                 return true;
             }
             if time_left(until).is_zero() {
@@ -385,6 +419,8 @@ impl Comm {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
+        // The library goes back to the device that it found, and makes a context on device 0 if it found none.
+        let _inside = self.gpu.enter();
         if !self.is_left(COURTESY)
             && let Some(revoke) = self.nccl.api().comm_revoke
         {
@@ -410,7 +446,11 @@ impl Comm {
     /// Flushes and frees an idle communicator; aborts it if that takes longer than `limit`. Call it on a thread of its own.
     pub(crate) fn retire(&self, limit: Duration) {
         let until = deadline_in(limit);
-        let flushed = self.enter().and_then(|_inside| {
+        let free = match self.is_left(limit) {
+            true => self.enter(),
+            false => Err(Error::timeout("a call of NCCL does not return")),
+        };
+        let flushed = free.and_then(|_inside| {
             // SAFETY: the gate keeps the communicator.
             self.nccl.check("ncclCommFinalize", unsafe {
                 (self.nccl.api().comm_finalize)(self.handle)
@@ -441,6 +481,17 @@ pub(crate) fn give_up(comm: Arc<Comm>) {
     in_background("ox-nccl-abort", move || comm.abort());
 }
 
+/// Gives way, and after a while sleeps.
+fn pause(round: &mut u32) {
+    *round += 1;
+    if *round < 50 {
+        std::hint::spin_loop();
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
 impl Drop for Comm {
     fn drop(&mut self) {
         // Freed by abort or retire; a communicator that neither reached is left to the process (dropping must not block).
@@ -457,6 +508,5 @@ impl Drop for Comm {
                     .take(),
             );
         }
-        let _ = self.gate.get_mut().map_err(PoisonError::into_inner);
     }
 }

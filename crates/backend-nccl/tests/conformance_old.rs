@@ -1,4 +1,4 @@
-//! The backend against the one suite with a library of 2.19: the newer functions are missing, and an abort does without. The same stand-in
+//! The backend against the one suite with a library of 2.27: the newer functions are missing, and an abort does without. The same stand-in
 //! as in `conformance.rs`, in which those names are changed.
 
 #[path = "standin/mod.rs"]
@@ -29,7 +29,7 @@ fn restart() -> ExitCode {
     let name = format!("oxccl-nccl-old-{}.so", std::process::id());
     let to = std::env::temp_dir().join(name);
     let old = standin::without(&standin::library(), to, &standin::NEWER);
-    let status = standin::command(&old, &[("OXCCL_STANDIN_NCCL_VERSION", "21903")])
+    let status = standin::command(&old, &[("OXCCL_STANDIN_NCCL_VERSION", "22703")])
         .args(std::env::args_os().skip(1))
         .status();
     let _ = std::fs::remove_file(&old);

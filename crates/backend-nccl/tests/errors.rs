@@ -111,9 +111,17 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
         })
         .collect();
     let environment: Vec<(&str, &str)> = values.iter().map(|(n, v)| (*n, v.as_str())).collect();
-    ended_well(standin::command(library, &environment).env(SCENARIO, s.name))?;
+    let mut command = standin::command(library, &environment);
+    // Of all of them, for what the stand-in has to say of its use.
+    command.env("OXCCL_STANDIN_NCCL_LOG", path("log"));
+    ended_well(command.env(SCENARIO, s.name))?;
+    let log = std::fs::read(path("log")).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    if let Some(line) = log.lines().find(|l| l.starts_with("misuse: ")) {
+        return Err(line.into());
+    }
     match s.left {
-        Some(line) if !std::fs::read_to_string(path("log"))?.lines().any(|l| l == line) => {
+        Some(line) if !log.lines().any(|l| l == line) => {
             Err(format!("the process ended without '{line}'").into())
         }
         _ => Ok(()),

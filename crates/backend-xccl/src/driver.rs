@@ -7,7 +7,6 @@
 //! ([`ftcore::peers`]), and what they fail with is heard there.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -125,8 +124,6 @@ struct Desk {
 pub(crate) struct XcclDriver {
     place: Place,
     desk: Mutex<Desk>,
-    /// The group has failed or left.
-    over: AtomicBool,
     peers: Arc<Peers>,
     agreement: Option<Agreement>,
     counters: Arc<Counters>,
@@ -163,7 +160,6 @@ impl XcclDriver {
                 comms: Some(Arc::new(comms)),
                 ..Desk::default()
             }),
-            over: AtomicBool::new(false),
             peers: peers.clone(),
             agreement,
             counters,
@@ -322,7 +318,6 @@ impl XcclDriver {
         let Some(agreement) = &self.agreement else {
             return Ok(());
         };
-        let over = || self.over.load(Ordering::Acquire);
         // The deadline is the engine's, which says what was waited for.
         let late = deadline.checked_add(LAST_ONES).unwrap_or(deadline);
         let record = record.filter(|_| message.is_none());
@@ -332,8 +327,8 @@ impl XcclDriver {
             return self.peers.barrier(number, late);
         }
         match message {
-            Some(message) => agreement.meet(message, &content(), late, over),
-            None if record.is_some() => agreement.compare(number, late, over),
+            Some(message) => agreement.meet(message, &content(), late),
+            None if record.is_some() => agreement.compare(number, late),
             None => Ok(()),
         }
     }
@@ -389,7 +384,9 @@ impl Driver for XcclDriver {
     }
 
     fn interrupt(&self, failure: &Error, ended: Ended<Self>) {
-        self.over.store(true, Ordering::Release);
+        if let Some(agreement) = &self.agreement {
+            agreement.end(failure.clone());
+        }
         let current = {
             let mut desk = self.desk();
             desk.closed = true;
@@ -415,7 +412,6 @@ impl Driver for XcclDriver {
 
     /// Destroys the communicators once all ranks have left: it is a call of all of them, on a thread of its own.
     fn release(&self) -> Result<()> {
-        self.over.store(true, Ordering::Release);
         let comms = {
             let mut desk = self.desk();
             desk.closed = true;

@@ -66,13 +66,11 @@ impl Member {
     }
 
     /// Makes the engine of a new configuration, over communicators that are there. If it does not come up, the other ranks are told.
-    fn start(&self, c: &Configuration, comms: Comms, mut meeting: Meeting) -> Result<Arc<Engine>> {
-        let (place, store) = (Place::of(c), rendezvous::store(c));
+    fn start(&self, c: &Configuration, comms: Comms, meeting: Meeting) -> Result<Arc<Engine>> {
+        let (place, store) = (Place::of(c), meeting.store(c));
         let ready = self.side(&comms).and_then(|side| {
             let counts = c.world_size > 1 && self.settings.beside && side.is_none();
-            let elsewhere = meeting.watch();
-            let stop = || c.cancel.reason().or_else(&elsewhere);
-            let agree = || Tally::agree(c, &*store, &stop);
+            let agree = || Tally::agree(c, &*meeting.cancel(c).over(&store));
             Ok((side, counts.then(agree).transpose()?.flatten()))
         });
         let (side, tally) = ready.inspect_err(|error| meeting.fail(error))?;
@@ -193,7 +191,7 @@ impl ProcessGroup for Member {
             self.xpu.clone(),
         );
         child.lifecycle.configure(configuration, |c| {
-            let meeting = peers::meet(c, &child.settings.terms(child.library), None)?;
+            let meeting = peers::meet(c, &child.settings.terms(child.library))?;
             child.start(c, comms, meeting)
         })?;
         Ok(Some(Box::new(child)))

@@ -6,20 +6,15 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ftcore::peers::{self, Meeting, Terms};
-use ftcore::printable::{LONGEST, one_line};
-use ftcore::{Configuration, Error, ErrorKind, PrefixStore, Result, Store, bounded, deadline_in, time_left};
+use ftcore::peers::{self, Meeting, Terms, give_id, hear_id};
+use ftcore::{Cancel, Configuration, Error, ErrorKind, Result, Store, bounded, time_left};
 use oneccl_sys::{Flavour, Library, UniqueId};
 
 use crate::comms::Comms;
 use crate::raw::comm::{self, Comm};
 use crate::raw::exit::{self, Stuck};
-
-/// How often one that waits for its turn, or for what another rank says, looks whether one has failed.
-const LOOK: Duration = Duration::from_millis(100);
-const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
 /// The gate of this process: one start at a time.
 static GATE: Mutex<bool> = Mutex::new(false);
@@ -97,38 +92,6 @@ pub(crate) fn warm_up(library: &'static Library) {
     }
 }
 
-/// What the ranks of one configuration tell each other through its store.
-pub(crate) fn store(c: &Configuration) -> Arc<dyn Store> {
-    Arc::new(PrefixStore::new(
-        c.store.clone(),
-        format!("{}/xccl/{}", c.prefix, c.epoch),
-    ))
-}
-
-/// Asks in turns, each until a moment of its own, as long as the answer is a time-out: until the deadline passes, or `stop` says why not to go
-/// on. The turns become longer, since a store that is far away answers none that ends before its answer is here.
-pub(crate) fn in_turns<T>(
-    deadline: Instant,
-    stop: &dyn Fn() -> Option<Error>,
-    ask: impl Fn(Instant) -> Result<T>,
-) -> Result<T> {
-    let mut turn = LOOK;
-    loop {
-        match ask(deadline.min(deadline_in(turn))) {
-            Err(e) if e.kind() == ErrorKind::Timeout => {
-                if let Some(error) = stop() {
-                    return Err(error);
-                }
-                if time_left(deadline).is_zero() {
-                    return Err(e);
-                }
-                turn = (turn * 2).min(LONGEST_LOOK);
-            }
-            answer => return answer,
-        }
-    }
-}
-
 /// Destroys `comms` until the deadline: a call of all ranks, whose thread counts as stuck from then on.
 pub(crate) fn destroy(comms: Comms, deadline: Instant) -> Result<()> {
     let what = "destroy: all ranks have left, but oneCCL did not destroy its communicators";
@@ -171,17 +134,11 @@ pub(crate) fn connect(
     library: &'static Library,
     complete: impl FnOnce(Comm) -> Result<Comms> + Send + 'static,
 ) -> Result<(Comms, Meeting)> {
-    let mut meeting = peers::meet(c, terms, None)?;
+    let meeting = peers::meet(c, terms)?;
     if c.world_size == 1 {
         return Ok((Comms::alone(), meeting));
     }
-    let before = meeting.before;
-    let made = {
-        let elsewhere = meeting.watch();
-        let stop = || c.cancel.reason().or_else(&elsewhere);
-        communicators(c, library, before, &stop, complete)
-    };
-    match made {
+    match communicators(c, library, &meeting, complete) {
         Ok(comms) => Ok((comms, meeting)),
         Err(error) => {
             meeting.fail(&error);
@@ -190,16 +147,16 @@ pub(crate) fn connect(
     }
 }
 
-/// `before`: the rank whose process passes its gate before this one.
 fn communicators(
     c: &Configuration,
     library: &'static Library,
-    before: Option<u32>,
-    stop: &dyn Fn() -> Option<Error>,
+    meeting: &Meeting,
     complete: impl FnOnce(Comm) -> Result<Comms> + Send + 'static,
 ) -> Result<Comms> {
     let (rank, world, deadline) = (c.rank, c.world_size, c.deadline);
-    let store = store(c);
+    let (store, cancel) = (meeting.store(c), meeting.cancel(c));
+    let heeding = cancel.over(&store);
+    let stop = &|| cancel.reason();
     // A fifth of a second or more, which the ranks would otherwise spend one after the other.
     if library.flavour == Flavour::Host
         && let Some(gate) = first_to_load()
@@ -211,14 +168,19 @@ fn communicators(
         };
         expendable("ox-xccl-load", what, deadline, stop, load)?;
     }
-    let gate = pass_in_order(c, &*store, before, stop)?;
+    let gate = pass_in_order(c, &*heeding, meeting.before, &cancel)?;
     // On this thread: one of the library's would count as stuck there as long as it waits.
     let heard = match rank {
         0 => None,
-        _ => Some(hear_id(&*store, deadline, stop)?),
+        _ => Some(id_of(&hear_id(&*heeding, deadline)?)?),
+    };
+    let make = move || {
+        let id = comm::unique_id(library)?;
+        give_id(&*store, &id.to_bytes(), deadline)?;
+        Ok(id)
     };
     let start = move || {
-        let id = heard.map_or_else(|| give_id(&*store, library, deadline), Ok);
+        let id = heard.map_or_else(make, Ok);
         let made = id.and_then(|id| {
             tracing::debug!(?id, rank, world, "starting a oneCCL communicator");
             Comm::init(library, id, rank, world)
@@ -231,59 +193,22 @@ fn communicators(
     expendable("ox-xccl-init", what, deadline, stop, start)
 }
 
-/// On rank 0: a new id.
-fn give_id(store: &dyn Store, library: &'static Library, deadline: Instant) -> Result<UniqueId> {
-    let made = comm::unique_id(library);
-    // The others hear why there is none instead of waiting for it.
-    let told = made.as_ref().map_or_else(why_not, UniqueId::to_bytes);
-    store.set("id", &told, deadline)?;
-    made
+/// Out of the store, which is not trusted.
+fn id_of(bytes: &[u8]) -> Result<UniqueId> {
+    UniqueId::from_bytes(bytes).ok_or_else(|| {
+        let text = format!("rank 0's id has {} bytes, not {}", bytes.len(), UniqueId::BYTES);
+        Error::new(ErrorKind::Protocol, text).with_peer(0)
+    })
 }
 
-/// On the others: rank 0's id.
-fn hear_id(store: &dyn Store, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<UniqueId> {
-    let heard = in_turns(deadline, stop, |until| store.get("id", until));
-    let bytes = heard.map_err(|e| match e.kind() {
-        ErrorKind::Timeout => Error::timeout("phase id: rank 0 has not given its id").with_peer(0),
-        _ => e,
-    })?;
-    UniqueId::from_bytes(&bytes).ok_or_else(|| no_id(&bytes))
-}
-
-/// What rank 0 says in place of an id.
-const NO_ID: &[u8] = b"none: ";
-
-fn why_not(error: &Error) -> Vec<u8> {
-    let text: String = error.to_string().chars().take(UniqueId::BYTES / 8).collect();
-    [NO_ID, text.as_bytes()].concat()
-}
-
-fn no_id(bytes: &[u8]) -> Error {
-    match bytes.strip_prefix(NO_ID) {
-        Some(why) => Error::new(ErrorKind::Backend, {
-            let why = String::from_utf8_lossy(why);
-            format!("rank 0 has no id: {}", one_line(&why, LONGEST))
-        }),
-        None => {
-            let text = format!("rank 0's id has {} bytes, not {}", bytes.len(), UniqueId::BYTES);
-            Error::new(ErrorKind::Protocol, text)
-        }
-    }
-    .with_peer(0)
-}
-
-/// Passes this process's gate when it is this rank's turn: all groups take their processes' gates in the same order.
-fn pass_in_order(
-    c: &Configuration,
-    store: &dyn Store,
-    before: Option<u32>,
-    stop: &dyn Fn() -> Option<Error>,
-) -> Result<Gate> {
+/// Passes this process's gate when it is this rank's turn: all groups take their processes' gates in the same order. `before`: the rank whose
+/// process passes its gate before this one.
+fn pass_in_order(c: &Configuration, store: &dyn Store, before: Option<u32>, cancel: &Cancel) -> Result<Gate> {
     let key = |rank: u32| format!("gate/{rank}");
     if let Some(before) = before {
-        let passed = in_turns(c.deadline, stop, |until| store.wait(&[&key(before)], until));
+        let passed = store.wait(&[&key(before)], c.deadline);
         passed.map_err(|e| match e.kind() {
-            ErrorKind::Timeout => Error::timeout(format!(
+            ErrorKind::Timeout if time_left(c.deadline).is_zero() => Error::timeout(format!(
                 "phase gate: rank {before} of {} is still starting another group",
                 c.world_size
             ))
@@ -291,7 +216,7 @@ fn pass_in_order(
             _ => e,
         })?;
     }
-    let gate = in_turns(c.deadline, stop, Gate::pass)?;
+    let gate = cancel.in_turns(c.deadline, Gate::pass)?;
     store.set(&key(c.rank), b"1", c.deadline)?;
     Ok(gate)
 }
@@ -299,8 +224,9 @@ fn pass_in_order(
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::channel;
+    use std::time::Duration;
 
-    use ftcore::{Epoch, InMemoryStore};
+    use ftcore::{Epoch, InMemoryStore, deadline_in};
 
     use super::*;
 
@@ -328,23 +254,11 @@ mod tests {
             deadline: soon(),
             cancel: Default::default(),
         };
-        let e = pass_in_order(&c, &*c.store, None, &gone);
+        let e = pass_in_order(&c, &*c.store, None, &Cancel::watching(gone));
         assert_eq!(e.err().unwrap().kind(), ErrorKind::PeerLost);
         drop(first);
-        pass_in_order(&c, &*c.store, None, &|| None).unwrap();
+        pass_in_order(&c, &*c.store, None, &Cancel::default()).unwrap();
         c.store.get("gate/1", soon()).unwrap();
-    }
-
-    #[test]
-    fn a_rank_that_waits_for_the_id_hears_of_a_failure_and_of_its_deadline() {
-        let store = InMemoryStore::new();
-        let e = hear_id(&store, soon(), &gone).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
-        let e = hear_id(&store, deadline_in(Duration::from_millis(30)), &|| None).unwrap_err();
-        assert!(e.to_string().contains("phase id"), "{e}");
-        store.set("id", &[7; 3], soon()).unwrap();
-        let e = hear_id(&store, soon(), &|| None).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
     }
 
     #[test]

@@ -15,8 +15,6 @@ use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 
-use crate::rendezvous::in_turns;
-
 /// What is before the words: the number that tells this file from any other.
 const HEAD: u64 = 8;
 /// A rank's two words.
@@ -95,12 +93,8 @@ fn open(card: &Card, world: u32) -> Option<File> {
 }
 
 impl Tally {
-    /// A file that all ranks have open; `None` unless all can. A call of all ranks, until `stop` says why not to go on.
-    pub(crate) fn agree(
-        configuration: &Configuration,
-        store: &dyn Store,
-        stop: &dyn Fn() -> Option<Error>,
-    ) -> Result<Option<Self>> {
+    /// A file that all ranks have open; `None` unless all can. A call of all ranks.
+    pub(crate) fn agree(configuration: &Configuration, store: &dyn Store) -> Result<Option<Self>> {
         let Configuration {
             rank,
             world_size: world,
@@ -124,7 +118,7 @@ impl Tally {
             store.set(card_key, text.as_bytes(), deadline)?;
             made.map(|(_, file)| file)
         } else {
-            let card = in_turns(deadline, stop, |until| store.get(card_key, until))?;
+            let card = store.get(card_key, deadline)?;
             Card::decode(&card).and_then(|card| open(&card, world))
         };
         let key = |rank: u32| format!("tally/{rank}");
@@ -133,7 +127,7 @@ impl Tally {
         let keys: Vec<String> = (0..world).map(key).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         // Rank 0 keeps its descriptor open at least until all have answered.
-        let words = in_turns(deadline, stop, |until| store.multi_get(&keys, until))?;
+        let words = store.multi_get(&keys, deadline)?;
         let all = words.iter().all(|word| word == b"yes");
         tracing::debug!(rank, all, "contributors are counted beside the data");
         Ok(file.filter(|_| all).map(|file| Self {
@@ -193,7 +187,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use ftcore::{Epoch, InMemoryStore, deadline_in};
+    use ftcore::{Cancel, Epoch, InMemoryStore, deadline_in};
 
     use super::*;
 
@@ -214,7 +208,7 @@ mod tests {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
         let one = |rank| {
             meddle(&*store, rank);
-            Tally::agree(&configuration(&store, rank, world), &*store, &|| None).unwrap()
+            Tally::agree(&configuration(&store, rank, world), &*store).unwrap()
         };
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..world).map(|rank| scope.spawn(move || one(rank))).collect();
@@ -255,9 +249,10 @@ mod tests {
     fn a_rank_that_waits_for_the_file_or_the_words_of_others_hears_why_not_to() {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
         let gone = || Some(Error::new(ErrorKind::PeerLost, "a rank has gone"));
+        let heeding = Cancel::watching(gone).over(&store);
         // Rank 1 waits for the card of rank 0, which waits for rank 1's word.
         for rank in [1, 0] {
-            let e = Tally::agree(&configuration(&store, rank, 2), &*store, &gone).unwrap_err();
+            let e = Tally::agree(&configuration(&store, rank, 2), &*heeding).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
         }
     }

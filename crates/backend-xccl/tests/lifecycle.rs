@@ -271,7 +271,6 @@ fn no_provider(rank: &Rank) -> Outcome {
 
 /// Rank 0 meets rank 1 as a group does, and fails when rank 1 waits for its id. Rank 1 may go on at once.
 fn no_id(rank: &Rank) -> Outcome {
-    let gate = "lifecycle/xccl/1/gate/";
     if rank.rank == 0 {
         let version = Library::open(Flavour::Host)?.version;
         let terms = Terms {
@@ -281,9 +280,11 @@ fn no_id(rank: &Rank) -> Outcome {
             credentials: None,
             door: Door::of("xccl"),
         };
-        let mut meeting = peers::meet(&configuration(rank, 2, 1), &terms, None)?;
-        rank.store.set(&format!("{gate}0"), b"1", soon())?;
-        rank.store.wait(&[&format!("{gate}1")], soon())?;
+        let configuration = configuration(rank, 2, 1);
+        let meeting = peers::meet(&configuration, &terms)?;
+        let store = meeting.store(&configuration);
+        store.set("gate/0", b"1", soon())?;
+        store.wait(&["gate/1"], soon())?;
         meeting.fail(&Error::new(ErrorKind::Backend, "no id today"));
         return Ok(rank.store.wait(&["rank 1 has seen it"], soon())?);
     }

@@ -25,9 +25,7 @@ mod writer;
 
 pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
 pub use disk::{load, save};
-pub use fetch::{
-    CheckpointSource, Fetch, FetchOptions, Fetched, Kept, Reach, SourceChoice, fetch, fetch_with,
-};
+pub use fetch::{CheckpointSource, Fetch, FetchOptions, Fetched, Kept, Reach, SourceChoice};
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 pub use newest::{Found, Search, newest};
 pub use over_group::{Distrusted, FIRST_TAG, GroupFetch, GroupSource, check_group, serve_over_group};

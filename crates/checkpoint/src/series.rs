@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ftcore::forked::Parents;
 use ftcore::{Error, ErrorKind, Result, Step, time_left};
 use rustix::fs::FlockOperation;
 
@@ -81,7 +82,8 @@ pub struct Series {
     root: PathBuf,
     replica: u32,
     keep: usize,
-    _lock: File,
+    /// Children get no copy: the lock is the open file's, and would live as long as they do.
+    _lock: Parents<File>,
 }
 
 impl Series {
@@ -98,6 +100,7 @@ impl Series {
         fs::create_dir_all(&folder).map_err(|e| failed("making the folder", e))?;
         sync_folder(&root)?;
         let lock = File::create(folder.join(LOCK)).map_err(|e| failed("making the lock file in", e))?;
+        let lock = Parents::new(lock);
         while let Err(e) = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             match e {
                 rustix::io::Errno::WOULDBLOCK if !time_left(deadline).is_zero() => {

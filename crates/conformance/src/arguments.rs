@@ -1,6 +1,8 @@
 //! What is not advertised is refused at once, wrong arguments are refused by name, and every refusal gives the tensors
 //! back and leaves the group as it was.
 
+use std::time::{Duration, Instant};
+
 use ftcore::{
     Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
     Tensor,
@@ -9,6 +11,9 @@ use ftcore::{
 use crate::case::{Case, Worlds};
 use crate::probe::{Probe, moved, summed};
 use crate::{Failure, Outcome, Rank};
+
+/// Within which a call is refused that waits for nothing, on a machine that is busy.
+const AT_ONCE: Duration = Duration::from_secs(5);
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let mut all = Vec::new();
@@ -174,6 +179,18 @@ fn unsupported(rank: &Rank) -> Outcome {
     if !caps.has(Feature::Tags) && caps.ops.contains(OpKind::Send) && rank.world > 1 {
         without_tags(rank, group.as_ref(), moved(&caps))?;
     }
+    if !caps.has(Feature::Split) {
+        let began = Instant::now();
+        let Err(e) = group.split(Some(0), rank.rank, rank.soon()) else {
+            return Err(Failure::new("a group that does not advertise Split was split"));
+        };
+        ensure!(
+            e.kind() == ErrorKind::Unsupported && began.elapsed() < AT_ONCE,
+            "split, which is not advertised, failed after {:?} with {:?}: {e}",
+            began.elapsed(),
+            e.kind()
+        );
+    }
     still_works(rank, group.as_ref())
 }
 
@@ -335,6 +352,15 @@ fn wrong(rank: &Rank) -> Outcome {
                 output: filled(2 * n),
                 input_splits: vec![1; n + 1],
                 output_splits: vec![2; n],
+            },
+        ),
+        (
+            "an own part of two lengths",
+            Collective::AllToAllInto {
+                input: filled(4 * n),
+                output: filled(2 * n),
+                input_splits: Vec::new(),
+                output_splits: Vec::new(),
             },
         ),
         (

@@ -11,7 +11,7 @@ use ftcore::{
 
 use crate::case::{Case, Worlds, eventually};
 use crate::expected;
-use crate::messages::tag_of;
+use crate::messages::{tag_of, victims};
 use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
 
@@ -20,12 +20,20 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let again = Needs::Feature(Feature::Reconfigure);
     let reduce = Needs::Sum;
     let recv = Needs::Op(OpKind::Recv);
-    let mut all = vec![Case::new(
-        "failures::l27_a_configure_that_is_cancelled_or_aborted_ends_with_the_reason",
-        2,
-        &[],
-        cancelled,
-    )];
+    let mut all = vec![
+        Case::new(
+            "failures::l27_a_configure_that_is_cancelled_or_aborted_ends_with_the_reason",
+            2,
+            &[],
+            cancelled,
+        ),
+        Case::new(
+            "failures::l27_an_operation_that_is_aborted_ends_with_the_reason",
+            2,
+            &[abort, recv],
+            operation_aborted,
+        ),
+    ];
     for &world in worlds.or(&[2, 3, 4]) {
         all.extend([
             Case::new(
@@ -95,21 +103,23 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                 &[],
                 missing,
             ),
-            Case::new(
-                "failures::killed_process_is_named_and_the_others_go_on",
-                world,
-                &[Needs::RealProcesses, abort, again, reduce],
-                killed,
-            )
-            .killing(world - 1),
         ]);
+        let dies = [Needs::RealProcesses, abort, again, reduce];
+        all.extend(victims(world).into_iter().map(|victim| {
+            let name = match victim {
+                0 => "failures::killed_rank_0_is_named_and_the_others_go_on",
+                _ => "failures::killed_process_is_named_and_the_others_go_on",
+            };
+            Case::new(name, world, &dies, move |rank| killed(rank, victim)).killing(victim)
+        }));
     }
     all
 }
 
-fn sum_of(rank: &Rank, group: &dyn ProcessGroup, world: u32) -> Outcome {
+/// A sum on rank `own` of `world`.
+fn sum_of(own: u32, group: &dyn ProcessGroup, world: u32) -> Outcome {
     let probe = Probe::of(group, DType::I64);
-    let values = (rank.rank as i32 + 1, (world * (world + 1) / 2) as i32);
+    let values = (own as i32 + 1, (world * (world + 1) / 2) as i32);
     [7usize, 50_000]
         .into_iter()
         .try_for_each(|count| probe.sum(group, "the sum", values, count))
@@ -178,6 +188,27 @@ pub(crate) fn abort_by_rank_0(rank: &Rank, group: &dyn ProcessGroup) -> Outcome 
     // INV-2 says 100 ms; the margin is for a machine that is busy with other tests.
     expected::AFTER_ABORT.check(began)?;
     expected::ABORTED_HERE.check(&e, &[("REASON", "enough")])
+}
+
+/// Whether the operation ends alone or its group with it is the backend's.
+fn operation_aborted(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    // No rank ends it while another still connects.
+    rank.meet("configured")?;
+    let abort = || {
+        let into = Tensor::zeros(moved(group.capabilities()), 1);
+        let work = group.recv(into, 1, tag_of(group.as_ref(), 99))?;
+        let began = Instant::now();
+        work.abort("enough");
+        let Err(e) = work.wait(rank.soon()) else {
+            return Err(Failure::new("a receive without a sender succeeded"));
+        };
+        expected::ABORTED_HERE.check(&e, &[("REASON", "enough")])?;
+        expected::AFTER_ABORT.check(began)
+    };
+    let aborted = if rank.rank == 0 { abort() } else { Ok(()) };
+    rank.meet("ended")?;
+    aborted
 }
 
 fn dropped(rank: &Rank) -> Outcome {
@@ -266,8 +297,20 @@ fn poisoned(rank: &Rank) -> Outcome {
 /// instead of who is missing.
 const SHORT: Duration = Duration::from_secs(1);
 
+/// Fails if what began then has failed long before its deadline. A tenth is for clocks that count in whole ticks.
+fn took_its_time(began: Instant) -> Outcome {
+    let took = began.elapsed();
+    ensure!(
+        took >= SHORT * 9 / 10,
+        "its deadline was {SHORT:?} away, and it failed after {took:?}"
+    );
+    Ok(())
+}
+
 fn timed_out(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    // Before any rank has begun: the first deadline of all ends the operation.
+    let before = Instant::now();
     // No rank ends it while another still connects.
     rank.meet("configured")?;
     let last = rank.world - 1;
@@ -280,6 +323,7 @@ fn timed_out(rank: &Rank) -> Outcome {
     let work = submit_large(group.as_ref(), deadline_in(SHORT))?;
     let e = failure_of(rank, group.as_ref(), work)?;
     expected::DEADLINE.check(&e, &[])?;
+    took_its_time(before)?;
     expected::AFTER_DEADLINE.check(began)
 }
 
@@ -332,11 +376,13 @@ fn receive_timed_out(rank: &Rank, waits: bool) -> Outcome {
         peer: Some(1),
         tag,
     };
+    let began = Instant::now();
     let work = group.run(op, SubmitOptions::by(deadline_in(SHORT)))?;
     let e = match waits {
         true => failure_of(rank, group.as_ref(), Some(work))?,
         false => failure_of_unattended(&work)?,
     };
+    took_its_time(began)?;
     expected::RECEIVE_DEADLINE.check(&e, &[("N", "1"), ("TAG", &tag.to_string())])
 }
 
@@ -365,19 +411,36 @@ fn old_deadline(rank: &Rank) -> Outcome {
         "the old deadline hit the new epoch: {:?}",
         group.error()
     );
-    sum_of(rank, group.as_ref(), rank.world)
+    sum_of(rank.rank, group.as_ref(), rank.world)
 }
 
+/// Every rank has another number in each epoch, and every third epoch is without rank 0: what a backend remembers of an earlier one is wrong.
 fn reconfigure(rank: &Rank) -> Outcome {
     let group = rank.unconfigured()?;
-    for epoch in 1..=10 {
-        group.configure(rank.configuration("main", epoch))?;
+    for epoch in 1..=10u32 {
+        let (own, world) = match (epoch % 3, rank.rank) {
+            (0, 0) => continue,
+            (0, own) => (own - 1, rank.world - 1),
+            (_, own) => ((own + epoch) % rank.world, rank.world),
+        };
+        group.configure(Configuration {
+            rank: own,
+            world_size: world,
+            ..rank.configuration("main", epoch.into())
+        })?;
         let info = group.info();
         ensure!(
-            (info.epoch.0, info.rank, info.world_size) == (epoch, rank.rank, rank.world),
-            "after configure: {info:?}"
+            (info.epoch.0, info.rank, info.world_size) == (epoch.into(), own, world),
+            "after configure as rank {own} of {world}: {info:?}"
         );
-        sum_of(rank, group.as_ref(), rank.world)?;
+        sum_of(own, group.as_ref(), world)?;
+        let probe = Probe::of(group.as_ref(), DType::I64);
+        let (number, last) = (probe.tensor(own as i32, 3), world - 1);
+        let offered = group.capabilities();
+        if offered.ops.contains(OpKind::Broadcast) && offered.moves.contains(number.dtype()) {
+            let number = group.broadcast(number, last)?.take_tensor()?;
+            probe.check("the number of the last rank", &number, last as i32, 3)?;
+        }
     }
     Ok(())
 }
@@ -412,7 +475,7 @@ fn in_flight(rank: &Rank) -> Outcome {
             }
         }
         group.configure(rank.configuration("main", epoch))?;
-        sum_of(rank, group.as_ref(), rank.world)?;
+        sum_of(rank.rank, group.as_ref(), rank.world)?;
         // The next abort must not meet a rank that is still in this sum.
         rank.meet(&format!("epoch {epoch}"))?;
     }
@@ -440,7 +503,7 @@ fn stale(rank: &Rank) -> Outcome {
         "rank outside the world: {e}"
     );
     // Refused before anything was touched.
-    sum_of(rank, group.as_ref(), rank.world)
+    sum_of(rank.rank, group.as_ref(), rank.world)
 }
 
 fn missing(rank: &Rank) -> Outcome {
@@ -506,10 +569,9 @@ fn cancelled(rank: &Rank) -> Outcome {
     Ok(())
 }
 
-fn killed(rank: &Rank) -> Outcome {
+fn killed(rank: &Rank, victim: u32) -> Outcome {
     let group = rank.group()?;
-    let victim = rank.world - 1;
-    sum_of(rank, group.as_ref(), rank.world)?;
+    sum_of(rank.rank, group.as_ref(), rank.world)?;
     if rank.rank == victim {
         rank.meet("submitted")?;
         return rank.die();
@@ -530,10 +592,12 @@ fn killed(rank: &Rank) -> Outcome {
     );
     expected::AFTER_DEATH.check(began)?;
     // The survivors go on in the same processes, with one rank less.
+    let (own, world) = (rank.rank - u32::from(rank.rank > victim), rank.world - 1);
     let smaller = Configuration {
-        world_size: rank.world - 1,
+        rank: own,
+        world_size: world,
         ..rank.configuration("main", 2)
     };
     group.configure(smaller)?;
-    sum_of(rank, group.as_ref(), rank.world - 1)
+    sum_of(own, group.as_ref(), world)
 }

@@ -32,7 +32,7 @@ const STORE: &str = "OXCCL_CONFORMANCE_STORE";
 /// Instead of a case: the rank lives through many.
 pub(crate) const LASTING: &str = "many";
 
-/// A process rank that has not ended by then is killed, and the case has failed.
+/// The case of a rank that has not ended by then has failed; one that is a process is killed.
 pub(crate) const TIME_LIMIT: Duration = crate::expected::CASE.at_most;
 
 /// How many cases run at once, at least, in a suite that has the machine to itself: most of them wait most of the time.
@@ -76,6 +76,8 @@ pub struct Threads {
     device: Device,
     capabilities: Capabilities,
     lasting: Option<Place<lasting::Threads>>,
+    /// For one case.
+    limit: Duration,
 }
 
 /// Ranks as processes: this binary started again.
@@ -95,6 +97,7 @@ impl Threads {
             device,
             capabilities,
             lasting: None,
+            limit: TIME_LIMIT,
         })
     }
 
@@ -149,19 +152,20 @@ impl Harness for Threads {
     fn run(&self, case: &Case) -> Outcome {
         if let Some(place) = &self.lasting {
             if case.shares {
-                let start = || lasting::Threads::start(case.world, &self.device, &self.make);
+                let start = || lasting::Threads::start(case.world, &self.device, &self.make, self.limit);
                 return place.run(case, start);
             }
             place.clear()?;
         }
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        side_by_side(0..case.world, |rank| {
+        let (case, first, make) = (case.clone(), self.device.clone(), self.make.clone());
+        side_by_side(self.limit, 0..case.world, move |rank| {
             let rank = Rank {
                 rank,
                 world: case.world,
                 store: store.clone(),
-                device: device_of(&self.device, rank)?,
-                make: self.make.clone(),
+                device: device_of(&first, rank)?,
+                make: make.clone(),
                 lent: None,
             };
             case.run(&rank)

@@ -4,11 +4,13 @@
 //! after the other; every other case has its own. A set that a case has failed on, killed or left a failed group in is thrown
 //! away, and the next case gets a new one: so each failure is reported under the name of its own case.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ftcore::{Device, InMemoryStore, PrefixStore, Store, deadline_in};
+use ftcore::{Device, InMemoryStore, PrefixStore, Store, deadline_in, time_left};
 
 use crate::case::{MakeOn, device_of};
 use crate::failure::verdict;
@@ -175,24 +177,28 @@ impl Member {
 /// Ranks as threads: only their groups live on.
 pub(crate) struct Threads {
     world: u32,
-    members: Vec<Member>,
+    members: Vec<Arc<Member>>,
     served: u64,
+    /// For one case.
+    limit: Duration,
 }
 
 impl Threads {
-    pub(crate) fn start(world: u32, first: &Device, make: &MakeOn) -> Outcome<Self> {
+    pub(crate) fn start(world: u32, first: &Device, make: &MakeOn, limit: Duration) -> Outcome<Self> {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        let members = Mutex::new(Vec::new());
-        side_by_side(0..world, |rank| {
-            let member = Member::join(rank, world, first, make, store.clone())?;
-            let mut members = members.lock().unwrap_or_else(PoisonError::into_inner);
-            members.push(member);
+        let (first, make) = (first.clone(), make.clone());
+        let (tell, joined) = channel();
+        side_by_side(limit, 0..world, move |rank| {
+            let member = Member::join(rank, world, &first, &make, store.clone())?;
+            // Who does not listen any more has given up.
+            let _ = tell.send(Arc::new(member));
             Ok(())
         })?;
         Ok(Self {
             world,
-            members: members.into_inner().unwrap_or_else(PoisonError::into_inner),
+            members: joined.try_iter().collect(),
             served: 0,
+            limit,
         })
     }
 }
@@ -204,17 +210,19 @@ impl Ranks for Threads {
 
     fn run(&mut self, case: &Case) -> Outcome {
         self.served += 1;
-        let number = self.served;
-        side_by_side(self.members.iter(), |member| member.run(case, number))
+        let (number, case) = (self.served, case.clone());
+        side_by_side(self.limit, self.members.iter().cloned(), move |member| {
+            member.run(&case, number)
+        })
     }
 
     fn end(self) -> Outcome {
-        side_by_side(self.members.iter(), Member::leave)
+        side_by_side(self.limit, self.members, |member| member.leave())
     }
 }
 
 /// Something that is done for a rank on a thread of its own.
-pub(crate) trait OfRank: Send {
+pub(crate) trait OfRank: Send + 'static {
     fn number(&self) -> u32;
 }
 
@@ -224,32 +232,50 @@ impl OfRank for u32 {
     }
 }
 
-impl OfRank for &Member {
+impl OfRank for Arc<Member> {
     fn number(&self) -> u32 {
         self.rank.rank
     }
 }
 
-/// Runs `body` for all ranks at once; the failures of all of them in one text.
+/// Runs `body` for all ranks at once; the failures of all of them in one text. One that has not ended within `limit` has failed, and its thread is
+/// left to itself.
 pub(crate) fn side_by_side<R: OfRank>(
-    ranks: impl Iterator<Item = R>,
-    body: impl Fn(R) -> Outcome + Sync,
+    limit: Duration,
+    ranks: impl IntoIterator<Item = R>,
+    body: impl Fn(R) -> Outcome + Send + Sync + 'static,
 ) -> Outcome {
-    let failures = std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = ranks
-            .map(|rank| (rank.number(), scope.spawn(move || body(rank))))
-            .collect();
-        threads
-            .into_iter()
-            .filter_map(|(rank, thread)| match thread.join() {
-                Ok(Ok(())) => None,
-                Ok(Err(failure)) => Some(format!("rank {rank}: {failure}")),
-                Err(_) => Some(format!("rank {rank} panicked")),
-            })
-            .collect()
-    });
-    verdict(failures)
+    let until = deadline_in(limit);
+    let body = Arc::new(body);
+    let (tell, told) = channel();
+    let mut running = BTreeSet::new();
+    let mut failures = BTreeMap::new();
+    for rank in ranks {
+        let (number, body, tell) = (rank.number(), body.clone(), tell.clone());
+        let run = move || {
+            let ended = catch_unwind(AssertUnwindSafe(|| body(rank)));
+            let ended = ended.unwrap_or_else(|_| Err(Failure::new("it panicked")));
+            // Who does not listen any more has given up.
+            let _ = tell.send((number, ended));
+        };
+        match std::thread::Builder::new()
+            .name(format!("ox-rank-{number}"))
+            .spawn(run)
+        {
+            Ok(_) => drop(running.insert(number)),
+            Err(e) => drop(failures.insert(number, Failure::new(format!("no thread: {e}")))),
+        }
+    }
+    while !running.is_empty()
+        && let Ok((number, ended)) = told.recv_timeout(time_left(until))
+    {
+        running.remove(&number);
+        failures.extend(ended.err().map(|failure| (number, failure)));
+    }
+    let late = || Failure::new(format!("it did not end within {} s", limit.as_secs()));
+    failures.extend(running.into_iter().map(|number| (number, late())));
+    let text = |(rank, failure)| format!("rank {rank}: {failure}");
+    verdict(failures.into_iter().map(text).collect())
 }
 
 #[cfg(test)]
@@ -306,6 +332,43 @@ mod tests {
         place.clear()?;
         run(&place, &mut started, "good", 2)?;
         assert_eq!(started, 5);
+        Ok(())
+    }
+
+    #[test]
+    fn a_rank_that_panics_is_told_of_by_its_number() {
+        let failure = side_by_side(Duration::from_secs(60), 0..3, |rank| {
+            assert_ne!(rank, 2, "on purpose");
+            Ok(())
+        });
+        assert_eq!(failure.unwrap_err().to_string(), "rank 2: it panicked");
+    }
+
+    #[test]
+    fn a_set_of_ranks_of_which_one_does_not_end_is_thrown_away() -> Outcome {
+        let stuck = Case::new("stuck", 2, &[], |rank| {
+            if rank.rank == 1 {
+                loop {
+                    std::thread::park();
+                }
+            }
+            Ok(())
+        });
+        let make: MakeOn =
+            Arc::new(|_, options| Ok(Box::new(backend_gloo::GlooGroup::new("stuck", options)?)));
+        let (place, started) = (Place::new(), std::cell::Cell::new(0));
+        let run = |case: &Case, limit| {
+            place.run(case, || {
+                started.set(started.get() + 1);
+                let ranks = Threads::start(2, &Device::CPU, &make, Duration::from_secs(60))?;
+                Ok(Threads { limit, ..ranks })
+            })
+        };
+        let failure = run(&stuck.sharing(), Duration::from_millis(50)).unwrap_err();
+        let text = failure.to_string();
+        assert!(text.contains("rank 1: it did not end within 0 s"), "{text}");
+        run(&case("good", 2), Duration::from_secs(60))?;
+        assert_eq!(started.get(), 2);
         Ok(())
     }
 

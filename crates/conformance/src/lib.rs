@@ -50,6 +50,8 @@ mod sizes;
 mod staged;
 mod streams;
 mod suite;
+#[cfg(test)]
+mod wrong;
 
 pub use cargo::{cargo, dylib, program};
 pub use case::{Case, MakeOn, Needs, Rank, Worlds, device_of};

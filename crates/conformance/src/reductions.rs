@@ -557,12 +557,12 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
     let rounded = rounded_to(group.capabilities());
     for subset in subsets(rank.world) {
         let contributes: Vec<bool> = (0..rank.world).map(|r| subset & (1 << r) != 0).collect();
-        let options = SubmitOptions {
+        let options = || SubmitOptions {
             contribute: subset & (1 << rank.rank) != 0,
             ..SubmitOptions::by(rank.soon())
         };
         let tensor = oracle::tensor(kind, dtype, op, rank.rank, 33);
-        let work = group.run(Collective::Reduce { tensor, op, root: 0 }, options.clone())?;
+        let work = group.run(Collective::Reduce { tensor, op, root: 0 }, options())?;
         let result = work.take_tensor()?;
         let expected = |first| Expected {
             kind,
@@ -584,7 +584,7 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
             .map(|r| oracle::part(kind, dtype, op, rank.rank, r * 50..(r + 1) * 50))
             .collect();
         let output = Tensor::zeros(dtype, 50);
-        let work = group.run(Collective::ReduceScatter { inputs, output, op }, options)?;
+        let work = group.run(Collective::ReduceScatter { inputs, output, op }, options())?;
         let result = work.take_tensor()?;
         ensure!(
             work.contributors() == subset.count_ones(),
@@ -592,21 +592,26 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
             work.contributors()
         );
         expected(rank.rank as usize * 50).check(&result)?;
+        let all = || oracle::tensor(kind, dtype, op, rank.rank, 50 * rank.world as usize);
+        if group.capabilities().ops.contains(OpKind::ReduceScatterInto) {
+            let pairs = vec![(all(), Tensor::zeros(dtype, 50))];
+            let work = group.run(Collective::ReduceScatterInto { pairs, op }, options())?;
+            let tensors = work.take()?.tensors;
+            came_back(&tensors, 2)?;
+            ensure!(
+                work.contributors() == subset.count_ones(),
+                "reduce_scatter_into: {} contributors",
+                work.contributors()
+            );
+            // Behind its input.
+            let mut outputs = tensors.iter().skip(1);
+            outputs.try_for_each(|output| expected(rank.rank as usize * 50).check(output))?;
+        }
         if !group.capabilities().ops.contains(OpKind::ReduceScatterInPlace) {
             continue;
         }
-        let options = SubmitOptions {
-            contribute: subset & (1 << rank.rank) != 0,
-            ..SubmitOptions::by(rank.soon())
-        };
-        let tensors = vec![oracle::tensor(
-            kind,
-            dtype,
-            op,
-            rank.rank,
-            50 * rank.world as usize,
-        )];
-        let work = group.run(Collective::ReduceScatterInPlace { tensors, op }, options)?;
+        let tensors = vec![all()];
+        let work = group.run(Collective::ReduceScatterInPlace { tensors, op }, options())?;
         let (_, own, _) = own_part(rank, work.take_tensor()?)?;
         ensure!(
             work.contributors() == subset.count_ones(),

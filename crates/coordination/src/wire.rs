@@ -203,6 +203,7 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             spare: r.spare,
             serves_spares: r.serves_spares,
             keeps_snapshot: r.keeps_snapshot,
+            closes: r.closes,
         }
     }
 }
@@ -269,6 +270,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             spare: r.spare,
             serves_spares: r.serves_spares,
             keeps_snapshot: r.keeps_snapshot,
+            closes: r.closes,
         };
         // A server that tells one source and its readers only, such as torchft's.
         if result.heal
@@ -611,7 +613,7 @@ mod tests {
                     RecoverySource { replica_rank: 7, manager_address: "n".into(), replica_id: String::new() },
                 ],
                 serves_replica_ranks: vec![rank, 5], batches_committed: 8, draining: flag,
-                spare: flag, serves_spares: !flag, keeps_snapshot: rank > 1,
+                spare: flag, serves_spares: !flag, keeps_snapshot: rank > 1, closes: flag,
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

@@ -12,7 +12,7 @@ mod rig;
 use std::process::Command;
 
 use ftcore::{Epoch, ErrorKind, Result};
-use oxccl_coordination::{LighthouseConfig, LighthouseServer, Quorum};
+use oxccl_coordination::{LighthouseConfig, LighthouseServer, Order, OrderKind, Quorum};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use rig::{client, config, member, soon};
@@ -86,12 +86,21 @@ fn what_the_disk_does_not_take_is_not_delivered_and_the_lighthouse_goes_on_once_
             assert!(e.to_string().contains(&file.display().to_string()), "{e}");
         }
     }
+    // An eviction holds now, and the operator hears that it may not for long.
+    let evict = Order {
+        kind: OrderKind::Evict,
+        reason: String::new(),
+    };
+    let e = tool.operate("b", evict, soon()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
+    assert!(e.to_string().contains("b:2 is out now"), "{e}");
+    assert!(e.to_string().contains(&file.display().to_string()), "{e}");
     // It is there all the same, and what stands in the file is whole.
     tool.status(soon()).unwrap();
     assert!(recorded().contains(&first.to_string()));
 
     room(None);
-    let next = epoch(ask(["a:2", "b:2"]));
+    let next = epoch(ask(["a:2", "b:3"]));
     assert!(next > first);
     assert!(recorded().contains(&next.to_string()), "{}", recorded());
 }

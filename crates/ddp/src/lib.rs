@@ -255,7 +255,7 @@ impl<R: Replica> Ddp<R> {
     /// `compute` runs again in a later attempt at the step if this replica healed meanwhile, or if its place among the contributors is another
     /// one; otherwise the same gradients are sent again. It does not run where this replica does not contribute: one that has just
     /// healed gets the averages of the others, to go on from the state that it took. If it heals right into the end of the run, `apply` does not
-    /// run either.
+    /// run either, the step is the closing round, and only [`finish`](Self::finish) is left to call.
     ///
     /// Errors: what cannot be retried, a quorum that did not come about, or a step that did not commit within `step_timeout`; nothing was
     /// applied then, and the step may be called again. Those of `compute`. Those of `apply`: the step has committed by then, so that the state
@@ -338,9 +338,9 @@ impl<R: Replica> Ddp<R> {
         })
     }
 
-    /// True once the configured number of steps is done; only `finish` is left to call.
+    /// True once the configured number of steps is done, or the others have closed the run; only `finish` is left to call.
     pub fn is_finished(&self) -> bool {
-        self.config.steps.is_some_and(|n| self.current_step() >= Step(n))
+        self.steps.is_finished(self.current_step())
     }
 
     /// True once an operator has told this replica to drain and the step with which it was told has committed: only [`leave`](Self::leave)
@@ -349,9 +349,12 @@ impl<R: Replica> Ddp<R> {
         self.replica.draining() && self.steps.is_running()
     }
 
-    /// Leaves between two steps, while the other replicas go on. Errors: `InvalidState` if the run has ended; those of the group's end.
+    /// Leaves between two steps, while the other replicas go on. Errors: `InvalidState` if it has left; those of the group's end, after which it may be
+    /// called again.
     pub fn leave(&mut self) -> Result<()> {
-        self.steps.check()?;
+        if self.steps.has_left() {
+            return self.steps.check();
+        }
         self.steps.close()?;
         self.replica.leave(deadline_in(Duration::from_secs(5)))?;
         self.steps.left();
@@ -359,8 +362,8 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
-    /// bitwise equal; then leaves. Without `DdpConfig::steps`, all replicas must call it after the same step. After an error that can be
-    /// retried it may be called again.
+    /// bitwise equal; then leaves. Without `DdpConfig::steps`, all replicas must call it after the same step; one that comes back in that round is told
+    /// ([`is_finished`](Self::is_finished)). After an error that can be retried it may be called again.
     ///
     /// Errors: those of [`step`](Self::step); `InvalidState` if the run has ended already.
     pub fn finish<S: State>(&mut self, state: &mut S) -> Result<()> {
@@ -423,6 +426,9 @@ impl<R: Replica> Ddp<R> {
                     .filter(|_| participation.contributes),
                 contributors: participation.contributors,
             };
+            if participation.closes {
+                self.steps.closes_with(participation.step);
+            }
             let sends = self.steps.joined(&share)?;
             if participation.healed.is_some() {
                 healed = participation.healed.clone();

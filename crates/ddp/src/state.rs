@@ -4,8 +4,7 @@
 use ftcore::{Error, Result, Tensor};
 use protocol::training::Steps;
 use quant::ErrorFeedback;
-use replica::State;
-use replica::StateDict;
+use replica::{State, StateDict, save_beside};
 
 use crate::buckets::BucketPlan;
 
@@ -40,7 +39,7 @@ impl State for Whole<'_> {
                 .collect();
             out.insert_i64s(ORDER, &order)?;
         }
-        self.state.save(out)
+        save_beside(&*self.state, out)
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {

@@ -194,8 +194,54 @@ fn a_run_ends_once_and_its_end_is_retried_where_it_broke_off() {
     ] {
         let e = e.unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
-        assert!(e.to_string().contains("finish was called"), "{e}");
+        assert!(e.to_string().contains("the run has ended"), "{e}");
     }
     assert_eq!(d.replica().current_step(), Step(2));
     d.save(&mut weight).unwrap();
+}
+
+#[test]
+fn a_leave_that_broke_off_may_be_repeated_and_no_step_comes_after_it() {
+    let (mut replica, _) = watched();
+    replica.leaves_badly = true;
+    let (mut d, mut weight) = (made(replica), Weight(1.0));
+    d.step(&mut weight, |w, _| gradient(w), apply).unwrap();
+    assert_eq!(d.leave().unwrap_err().kind(), ErrorKind::Io);
+    let e = d.step(&mut weight, |w, _| gradient(w), apply).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
+    d.leave().unwrap();
+    assert_eq!(d.leave().unwrap_err().kind(), ErrorKind::InvalidState);
+}
+
+/// A training loop that saves something under a name of its choice.
+struct Named(&'static str);
+
+impl State for Named {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_i64s(self.0, &[1])
+    }
+    fn load(&mut self, _: &StateDict) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_state_with_a_name_that_is_in_use_is_refused() {
+    // Two buckets, so that there is an order to learn.
+    let config = DdpConfig {
+        first_bucket_elements: 1,
+        bucket_elements: 1,
+        ..DdpConfig::default()
+    };
+    let mut d = Ddp::new(watched().0, &[Slot::f32(1), Slot::f32(1)], config).unwrap();
+    let push = |_: &mut Named, _: u32, sink: &mut oxccl_ddp::Sink<'_>| {
+        sink.push(0, &[1.0f32])?;
+        sink.push(1, &[1.0f32])
+    };
+    d.step_with(&mut Named("mine"), push, |_, _| Ok(())).unwrap();
+    // The order of the gradients is learnt by now.
+    d.save(&mut Named("mine")).unwrap();
+    let e = d.save(&mut Named("ddp.order")).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+    assert!(e.message().contains("'ddp.order'"), "{e}");
 }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use ftcore::{Error, ErrorKind, Result};
 use protocol::training::Rounds;
 use quant::ErrorFeedback;
-use replica::State;
-use replica::StateDict;
+use replica::{State, StateDict, save_beside};
 
 use crate::backup::Copies;
 use crate::optim::Optimizer;
@@ -183,7 +182,7 @@ impl<P: Parameters> State for Whole<'_, P> {
         if let Some(feedback) = self.feedback.filter(|_| self.own) {
             out.insert_f32s(FEEDBACK, &feedback.state())?;
         }
-        self.inner.save(out)
+        save_beside(&*self.inner, out)
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {

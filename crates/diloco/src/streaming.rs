@@ -372,9 +372,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Ok(std::mem::take(&mut self.reports))
     }
 
-    /// True once the configured number of rounds is done and closed; only `finish` is left to call.
+    /// True once the configured number of rounds is done, or the others have closed the run; only `finish` is left to call.
     pub fn is_finished(&self) -> bool {
-        self.config.rounds.is_some_and(|last| self.step() > Step(last))
+        self.rounds.is_finished()
     }
 
     /// True once an operator has told this replica to drain, the round with which it was told has committed and none is in flight: only
@@ -384,14 +384,17 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// Leaves between two rounds, while the other replicas go on. Inner steps that no round has sent yet are lost. Errors: `InvalidState`
-    /// before `begin`, or if the run has ended; those of the group's end.
+    /// before `begin`, or if it has left; those of the group's end, after which it may be called again.
     pub fn leave(&mut self) -> Result<()> {
         self.rounds.leave()?;
-        self.replica.leave(deadline_in(Duration::from_secs(5)))
+        self.replica.leave(deadline_in(Duration::from_secs(5)))?;
+        self.rounds.left();
+        Ok(())
     }
 
     /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
-    /// bitwise equal; then leaves. Without `DilocoConfig::rounds`, all replicas must call it after the same round.
+    /// bitwise equal; then leaves. Without `DilocoConfig::rounds`, all replicas must call it after the same round; one that comes back in the closing
+    /// round is told ([`is_finished`](Self::is_finished)).
     ///
     /// Errors: those of [`after_inner_step`](Self::after_inner_step); after one that can be retried, call it again. `InvalidState` if the run
     /// has ended.
@@ -446,6 +449,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             self.rounds.written(dropped)?;
         }
         let participation = participation?;
+        if participation.closes {
+            self.rounds.closes_with(participation.step);
+        }
         let sends = self.rounds.joined(participation.step)?;
         if participation.healed.is_some() {
             self.healed = participation.healed.clone();

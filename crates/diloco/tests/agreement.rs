@@ -155,3 +155,32 @@ fn inv5_a_training_loop_that_takes_over_half_of_its_state_leaves_one_of_no_step(
     assert!(e.to_string().contains("half of it was loaded"), "{e}");
     assert!(d.begin(&mut Nothing).is_err() && d.save(&mut Nothing).is_err());
 }
+
+/// A training loop that saves something under a name of its choice.
+struct Named(&'static str);
+
+impl State for Named {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_i64s(self.0, &[1])
+    }
+    fn load(&mut self, _: &StateDict) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_training_loop_whose_state_has_a_name_that_is_in_use_is_refused() {
+    let refused = |e: Error, name: &str| {
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        assert!(e.message().contains(&format!("'{name}'")), "{e}");
+    };
+    for name in ["global/p0", "diloco/count"] {
+        // What a peer would heal from, at the first quorum.
+        let mut d = made(NESTEROV, ScriptedReplica::identical());
+        refused(d.begin(&mut Named(name)).unwrap_err(), name);
+    }
+    let mut d = made(NESTEROV, ScriptedReplica::identical());
+    d.begin(&mut Named("mine")).unwrap();
+    d.save(&mut Named("mine")).unwrap();
+    refused(d.save(&mut Named("diloco/step")).unwrap_err(), "diloco/step");
+}

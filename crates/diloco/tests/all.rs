@@ -2,6 +2,7 @@
 
 mod agreement;
 mod backup;
+mod closing;
 mod eager;
 mod feedback;
 mod published;

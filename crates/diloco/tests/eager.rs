@@ -161,3 +161,32 @@ fn a_round_that_never_commits_ends_at_its_time_out_and_says_which_step() {
     }
     assert_eq!(d.step(), Step(1));
 }
+
+#[test]
+fn a_replica_that_lost_a_vote_which_the_others_won_makes_its_inner_steps_of_the_next_round() {
+    let config = config(true, 0.5);
+    let (step, state) = source(&config, 10.0);
+    let sent = Rc::new(RefCell::new(Vec::new()));
+    let seen = sent.clone();
+    let mut replica = ScriptedReplica::averaging(move |own| {
+        seen.borrow_mut().push(own[0]);
+        own.to_vec()
+    });
+    // The first round is lost here only: at the retry the others are in the second.
+    replica.votes = VecDeque::from([true, false]);
+    replica.heal = Some(Source::Now(step, state));
+    replica.heal_after = 2;
+    let mut d = begun(replica, &[2], config);
+    inner_steps(&mut d, 8, 1.0);
+    assert_eq!(
+        (d.step(), sent.borrow().len()),
+        (Step(step), 2),
+        "a round without inner steps"
+    );
+    inner_steps(&mut d, 3, 1.0);
+    assert_eq!(d.step(), Step(step));
+    inner_steps(&mut d, 1, 1.0);
+    assert_eq!(d.step(), Step(step + 1));
+    // Its own round, that of the source of which it sends a copy, and the four inner steps that it made meanwhile.
+    assert_eq!(*sent.borrow(), [4.0, 40.0, 4.0]);
+}

@@ -316,3 +316,17 @@ fn what_is_out_of_order_is_refused_with_what_to_do_and_changes_nothing() {
         assert_eq!((d.step(), d.global_hash().unwrap()), (Step(4), end));
     }
 }
+
+#[test]
+fn a_leave_that_broke_off_may_be_repeated_and_no_step_comes_after_it() {
+    for config in configs() {
+        let (mut replica, _) = watched();
+        replica.leaves_badly = true;
+        let mut d = begun(replica, &[2, 3], config);
+        assert_eq!(d.leave().unwrap_err().kind(), ErrorKind::Io);
+        let e = d.after_inner_step(&mut Nothing).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
+        d.leave().unwrap();
+        assert_eq!(d.leave().unwrap_err().kind(), ErrorKind::InvalidState);
+    }
+}

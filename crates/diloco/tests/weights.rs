@@ -218,3 +218,52 @@ fn inv4_inner_steps_of_the_source_count_once_in_every_fragment_after_a_heal() {
         }
     }
 }
+
+#[test]
+fn inv4_a_copy_that_was_in_flight_when_all_were_stopped_does_not_weigh_in_afterwards() {
+    let [_, overlapping, eager] = configs();
+    for config in [overlapping, eager] {
+        let run = |stops: bool| {
+            let (offer, heal) = channel();
+            let (offer, heal) = (Mutex::new(Some(offer)), Mutex::new(Some(heal)));
+            ranks(3, |rank, store| {
+                let mut replica = ScriptedReplica::connected(gloo(1, store, (rank, 3)), (rank, 3));
+                if rank == 2 {
+                    replica.heal = heal.lock().unwrap().take().map(Source::From);
+                    replica.heal_after = 1;
+                }
+                let mut d = begun(replica, &[3], config.clone());
+                if rank == 0 {
+                    *d.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
+                }
+                let by = (rank + 1) as f32;
+                // Between sending and finishing.
+                let made = if config.eager { 5 } else { 3 };
+                for _ in 0..made {
+                    d.params_mut()
+                        .write(0, &mut |w| w.iter_mut().for_each(|w| *w -= by))
+                        .unwrap();
+                    assert!(d.after_inner_step(&mut Nothing).unwrap().is_empty());
+                }
+                if stops {
+                    let saved = d.save(&mut Nothing).unwrap();
+                    settle(&d);
+                    let mut replica = ScriptedReplica::connected(gloo(2, store, (rank, 3)), (rank, 3));
+                    replica.step = d.step().0;
+                    d = Diloco::with_layers(replica, params(&[3]), config.clone(), &layer).unwrap();
+                    d.restore(&saved, &mut Nothing).unwrap();
+                    assert!(d.begin(&mut Nothing).unwrap().is_empty());
+                }
+                let all = [(); 2].map(|_| {
+                    let report = rounds(&mut d, by, 1).remove(0);
+                    (report.step, report.contributors, global(&mut d))
+                });
+                settle(&d);
+                all
+            })
+        };
+        let unstopped = run(false);
+        assert_eq!(unstopped[2][0].1, 2, "{unstopped:?}");
+        assert_eq!(run(true), unstopped, "{config:?}");
+    }
+}

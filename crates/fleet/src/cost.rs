@@ -38,7 +38,7 @@ pub struct Cost {
     /// From the moment when all ranks call it until the last one has its result.
     pub time: Seconds,
     /// What it adds behind one like it that is under way: what it occupies the busiest line for, or what it waits for besides its first round. Groups
-    /// send the first round of the operations that wait ahead of their turn.
+    /// send the first round of the operations that wait ahead of their turn, but over several connections, which know one operation at a time.
     pub next: Seconds,
     /// The payload that leaves the first host of the group.
     pub sent: Bytes,
@@ -210,10 +210,14 @@ impl<'a> Costs<'a> {
 
     fn cost(&self, group: &Group, schedules: &[Vec<Exchange>]) -> Result<Cost> {
         let alone = self.walk(group, schedules, false)?;
-        let behind = self.walk(group, schedules, true)?;
+        let in_turn = self.links.connections() > 1 && distinct(&group.hosts).len() > 1;
+        let next = match in_turn {
+            true => alone.ends,
+            false => self.walk(group, schedules, true)?.ends.max(alone.busiest),
+        };
         Ok(Cost {
             time: alone.ends,
-            next: behind.ends.max(alone.busiest),
+            next,
             sent: alone.leaves,
         })
     }

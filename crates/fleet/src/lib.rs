@@ -3,7 +3,7 @@
 //! Data flows down: [`Links`] (`links`, in the units of `units`) say what hosts there are and what connects them; `cost` walks the rounds of
 //! the product's own schedules over them and gives the time of an all-reduce; `method` lays such times into the steps of data parallel and the
 //! rounds of DiLoCo; `simulate` lets replicas die, drop out and heal under the real quorum and step logic in virtual time; `plan` compares
-//! methods and recommends one, with what it assumed. `published` has the models and tables of papers that the tests hold this against.
+//! methods and recommends one, with what it assumed.
 //!
 //! Nothing here opens a socket, reads a clock or starts a thread. Arithmetic is in f64; every input is checked where it comes in.
 
@@ -11,7 +11,6 @@ mod cost;
 mod links;
 mod method;
 mod plan;
-pub mod published;
 mod simulate;
 mod units;
 

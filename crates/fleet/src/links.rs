@@ -238,15 +238,15 @@ impl Links {
         self.first.last().copied().unwrap_or(0)
     }
 
-    /// The first rank of a host.
-    pub fn first_rank(&self, host: usize) -> u32 {
-        self.first.get(host).copied().unwrap_or(0)
-    }
-
     /// The host of a rank; the last one for a rank that is not there.
     pub fn host_of(&self, rank: u32) -> usize {
         let behind = self.first.partition_point(|first| *first <= rank);
         behind.saturating_sub(1).min(self.hosts.len().saturating_sub(1))
+    }
+
+    /// The connections between two ranks of different hosts.
+    pub(crate) fn connections(&self) -> u32 {
+        self.connections
     }
 
     /// Memory that ranks of one host share.

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use ftcore::{Error, Result, Step};
 use protocol::training::{Due, RoundRules, Rounds, Sends};
-use quant::Codec;
+use quant::{Codec, Slices};
 
 use crate::cost::{Cost, Costs, Group, Operation};
 use crate::units::{Bytes, Seconds};
@@ -44,18 +44,36 @@ impl Format {
         }
     }
 
-    /// What an average of `values` values costs in `group`: an all-reduce, or the phases of a quantised one.
+    /// What an average of `values` values costs in `group`: an all-reduce, or the slices of a quantised one.
     pub fn average(self, costs: &Costs<'_>, group: &Group, values: u64) -> Result<Cost> {
         let ranks = group.len() as u64;
-        match self {
-            Self::F32 => costs.of(group, Operation::AllReduce(self.bytes(values))),
-            Self::Encoded(_) if ranks == 2 => costs.of(group, Operation::AllGather(self.bytes(values))),
-            Self::Encoded(_) => {
-                let part = self.bytes(values.div_ceil(ranks.max(1)));
-                let [there, back] = [Operation::AllToAll(part), Operation::AllGather(part)];
-                Ok(costs.of(group, there)?.then(costs.of(group, back)?))
-            }
-        }
+        let Self::Encoded(codec) = self else {
+            return costs.of(group, Operation::AllReduce(self.bytes(values)));
+        };
+        let fits = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        let slices = Slices::of(codec, fits(values), group.len());
+        let part = if ranks == 2 {
+            values
+        } else {
+            values.div_ceil(ranks.max(1))
+        };
+        let slice = part.min(slices.values as u64).max(1);
+        let bytes = self.bytes(slice);
+        let gather = costs.of(group, Operation::AllGather(bytes))?;
+        let one = match ranks {
+            2 => gather,
+            _ => costs.of(group, Operation::AllToAll(bytes))?.then(gather),
+        };
+        let count = part as f64 / slice as f64;
+        // As many as the group below carries at once, and as are under way at all.
+        let each = one.next.max(one.time * (1.0 / slices.at_once as f64));
+        let time = one.time + each * (count - 1.0).max(0.0);
+        Ok(Cost {
+            time,
+            // A quantised operation begins when the one before has ended.
+            next: time,
+            sent: Bytes((one.sent.0 as f64 * count).ceil() as u64),
+        })
     }
 
     /// The same in buckets of `bucket` values, each an operation of its own, one submitted behind the other.

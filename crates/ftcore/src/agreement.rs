@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::engine::Place;
 use crate::printable::one_line;
-use crate::{Collective, Error, ErrorKind, Fingerprint, GroupOptions, Result, Store, Tensor, deadline_in};
+use crate::{
+    Cancel, Collective, Error, ErrorKind, Fingerprint, GroupOptions, Result, Store, Tensor, deadline_in,
+};
 
-/// How long one look at the store takes before the caller is asked whether there is any point in it.
-const LOOK: Duration = Duration::from_millis(200);
 /// A key that the store does not delete by then stays.
 const DELETING: Duration = Duration::from_millis(500);
 /// Longer texts are cut: they come from another process.
@@ -151,7 +151,9 @@ impl Message {
 /// What the ranks of one configuration compare.
 #[derive(Clone)]
 pub struct Agreement {
+    /// Under `over`.
     store: Arc<dyn Store>,
+    over: Cancel,
     prefix: String,
     place: Place,
 }
@@ -159,7 +161,18 @@ pub struct Agreement {
 impl Agreement {
     /// `prefix` stands before every key; it is unique per configuration and epoch.
     pub fn new(store: Arc<dyn Store>, prefix: String, place: Place) -> Self {
-        Self { store, prefix, place }
+        let over = Cancel::default();
+        Self {
+            store: over.over(&store),
+            over,
+            prefix,
+            place,
+        }
+    }
+
+    /// There is no point any more: what waits here ends with `reason`, and so does what is asked later. The first reason counts.
+    pub fn end(&self, reason: Error) {
+        self.over.cancel(reason);
     }
 
     fn key(&self, name: &str) -> String {
@@ -175,33 +188,23 @@ impl Agreement {
         let _ = self.store.delete(key, deadline_in(DELETING));
     }
 
-    /// The values of `keys`, once all of them are there. `over` is asked a few times a second whether there is no point any more.
-    fn values(&self, keys: &[String], deadline: Instant, over: impl Fn() -> bool) -> Result<Vec<Vec<u8>>> {
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        loop {
-            match self.store.multi_get(&keys, deadline.min(deadline_in(LOOK))) {
-                Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < deadline && !over() => {}
-                result => return result,
-            }
-        }
-    }
-
     /// Says what this rank calls as its collective `number`.
     ///
-    /// Errors: the store's.
+    /// Errors: the store's; the reason of the [end](Self::end).
     pub fn post(&self, record: &Record, number: u64, deadline: Instant) -> Result<()> {
         let key = self.call(number, self.place.rank);
         self.store.set(&key, &record.encode(), deadline)
     }
 
-    /// Waits until every rank has [posted](Self::post) its collective `number`. `over` is asked a few times a second whether there is no point any
-    /// more.
+    /// Waits until every rank has [posted](Self::post) its collective `number`.
     ///
-    /// Errors: `Mismatch` on all ranks if they call different things; `Timeout` at the deadline, or once it is over; `Protocol`; the store's.
-    pub fn compare(&self, number: u64, deadline: Instant, over: impl Fn() -> bool) -> Result<()> {
+    /// Errors: `Mismatch` on all ranks if they call different things; `Timeout` at the deadline; `Protocol`; the store's; the reason of the
+    /// [end](Self::end).
+    pub fn compare(&self, number: u64, deadline: Instant) -> Result<()> {
         let Place { rank: own, world, .. } = self.place;
         let keys: Vec<String> = (0..world).map(|rank| self.call(number, rank)).collect();
-        let theirs = self.values(&keys, deadline, over)?;
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let theirs = self.store.multi_get(&keys, deadline)?;
         let mut all = Vec::with_capacity(theirs.len());
         for (rank, bytes) in (0u32..).zip(theirs) {
             let record = Record::decode(&bytes, world);
@@ -216,22 +219,14 @@ impl Agreement {
     }
 
     /// One end of a message meets the other: the sender says what it has (`content`) and waits until that is wanted; the receiver waits for that and
-    /// refuses what does not fit. `over` is asked a few times a second whether there is no point any more.
+    /// refuses what does not fit.
     ///
-    /// Errors: `Mismatch` on both ends if their contents differ; `Timeout` at the deadline, or once it is over; the store's.
-    pub fn meet(
-        &self,
-        message: Message,
-        content: &str,
-        deadline: Instant,
-        over: impl Fn() -> bool,
-    ) -> Result<()> {
+    /// Errors: `Mismatch` on both ends if their contents differ; `Timeout` at the deadline; the store's; the reason of the [end](Self::end).
+    pub fn meet(&self, message: Message, content: &str, deadline: Instant) -> Result<()> {
         let (offer, answer) = (self.key(&message.key("offer")), self.key(&message.key("answer")));
         if message.from == self.place.rank {
             self.store.set(&offer, content.as_bytes(), deadline)?;
-            let answered = self
-                .values(std::slice::from_ref(&answer), deadline, over)?
-                .concat();
+            let answered = self.store.get(&answer, deadline)?;
             self.forget(&offer);
             self.forget(&answer);
             return match answered.as_slice() {
@@ -239,7 +234,7 @@ impl Agreement {
                 other => Err(misfit(content, &said(other), message.to)),
             };
         }
-        let offered = self.values(&[offer], deadline, over)?.concat();
+        let offered = self.store.get(&offer, deadline)?;
         let fits = offered == content.as_bytes();
         let verdict = if fits { "go" } else { content };
         self.store.set(&answer, verdict.as_bytes(), deadline)?;
@@ -324,7 +319,7 @@ mod tests {
             let agree = |(number, op): (u64, &Collective)| {
                 let record = Record::of(op, place(rank, world));
                 agreement.post(&record, number, by)?;
-                agreement.compare(number, by, || false)
+                agreement.compare(number, by)
             };
             (0..).zip(&calls).map(agree).collect()
         };
@@ -395,11 +390,10 @@ mod tests {
         let record = Record::of(&Collective::Barrier, place(0, 2));
         let soon = deadline_in(Duration::from_millis(50));
         agreement.post(&record, 0, soon).unwrap();
+        assert_eq!(agreement.compare(0, soon).unwrap_err().kind(), ErrorKind::Timeout);
         let late = deadline_in(Duration::from_secs(60));
-        for (until, is_over) in [(soon, false), (late, true)] {
-            let e = agreement.compare(0, until, || is_over).unwrap_err();
-            assert_eq!(e.kind(), ErrorKind::Timeout);
-        }
+        agreement.end(Error::new(ErrorKind::Aborted, "enough"));
+        assert_eq!(agreement.compare(0, late).unwrap_err().message(), "enough");
     }
 
     #[test]
@@ -412,7 +406,7 @@ mod tests {
             number,
         };
         let soon = || deadline_in(Duration::from_secs(10));
-        let meet = |rank: usize, number, content| all[rank].meet(message(number), content, soon(), || false);
+        let meet = |rank: usize, number, content| all[rank].meet(message(number), content, soon());
         std::thread::scope(|scope| {
             let sender = scope.spawn(|| {
                 meet(0, 0, "f32 × 3").unwrap();
@@ -429,8 +423,8 @@ mod tests {
             }
         });
         assert_eq!(store.num_keys(soon()).unwrap(), 0);
-        let e = all[0].meet(message(2), "x", soon(), || true).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Timeout);
+        all[0].end(Error::new(ErrorKind::Aborted, "enough"));
+        assert_eq!(meet(0, 2, "x").unwrap_err().message(), "enough");
     }
 
     proptest! {

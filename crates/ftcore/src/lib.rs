@@ -22,6 +22,7 @@ mod error;
 mod exit;
 mod ext;
 pub mod flight_recorder;
+pub mod float_mode;
 pub mod forked;
 mod group;
 pub mod host_address;

@@ -64,6 +64,8 @@ pub struct Lifecycle<E: Engine> {
 struct State<E> {
     name: Arc<str>,
     standing: Standing<E>,
+    /// That of an earlier configuration, until it is certain that it has ended: nothing connects beside it.
+    ending: Option<Arc<E>>,
     last_epoch: Option<Epoch>,
     /// The last operations of all its configurations.
     ring: Option<Arc<GroupRing>>,
@@ -92,6 +94,7 @@ impl<E: Engine> Lifecycle<E> {
             state: Mutex::new(State {
                 name: name.into(),
                 standing: Standing::Unconfigured,
+                ending: None,
                 last_epoch: None,
                 ring: None,
                 configuring: None,
@@ -103,7 +106,8 @@ impl<E: Engine> Lifecycle<E> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the engine that stands, if one does, and puts the one in its place that `connect` makes. `connect` runs outside
+    /// Ends the engine that stands, if one does, and puts the one in its place that `connect` makes. An engine that has not ended by then is
+    /// waited for by the next call: nothing connects before it has. Both waits hear [`abort`](Self::abort). `connect` runs outside
     /// the lock, so that `abort` and `submit` stay responsive. Its waits look at the configuration's token, which [`abort`](Self::abort) cancels, too;
     /// those for keys of its store do so by themselves.
     ///
@@ -130,7 +134,9 @@ impl<E: Engine> Lifecycle<E> {
         };
         let ended = old.map_or(Ok(()), |old| {
             old.leave(&format!("configured again at epoch {}", configuration.epoch));
-            old.wait_ended(configuration.deadline)
+            cancel
+                .in_turns(configuration.deadline, |until| old.wait_ended(until))
+                .map(|()| self.lock().ending = None)
                 .inspect_err(|_| leave_engine_at_exit(&old))
         });
         let connected = ended
@@ -156,8 +162,13 @@ impl<E: Engine> Lifecycle<E> {
                     engine.abort(reason.message());
                     leave_engine_at_exit(&engine);
                 }
-                // The engine's life has a token of its own, which ends what is split from it.
-                configuration.cancel = Cancel::default();
+                // The engine's life has a token of its own, which ends what is split from it: with an abort, and with its first failure.
+                let watched = Arc::downgrade(&engine);
+                configuration.cancel = Cancel::watching(move || {
+                    let error = watched.upgrade()?.error()?;
+                    let text = format!("the group that it is split from failed: {error}");
+                    Some(Error::new(error.kind(), text).with_source(error))
+                });
                 state.standing = Standing::Configured {
                     engine,
                     configuration,
@@ -196,10 +207,11 @@ impl<E: Engine> Lifecycle<E> {
         state.configuring = Some(cancel.clone());
         state.last_epoch = Some(configuration.epoch);
         state.name = configuration.name.as_str().into();
-        match std::mem::replace(&mut state.standing, Standing::Unconfigured) {
-            Standing::Configured { engine, .. } => Ok(Some(engine)),
-            Standing::Unconfigured | Standing::Failed(_) => Ok(None),
+        let standing = std::mem::replace(&mut state.standing, Standing::Unconfigured);
+        if let Standing::Configured { engine, .. } = standing {
+            state.ending = Some(engine);
         }
+        Ok(state.ending.clone())
     }
 
     /// The engine and the configuration that it stands for. `InvalidState` if there is none, with what the last attempt died of, and in a process that
@@ -316,6 +328,7 @@ impl<E: Engine> Drop for Lifecycle<E> {
         if forked::is_child() {
             // Its drop would end connections that the parent uses.
             std::mem::forget(std::mem::replace(&mut state.standing, Standing::Unconfigured));
+            std::mem::forget(state.ending.take());
             return;
         }
         if let Standing::Configured { engine, leaving, .. } = &state.standing {
@@ -458,13 +471,14 @@ impl Split {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
     use std::time::Duration;
 
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{InMemoryStore, deadline_in};
+    use crate::{InMemoryStore, deadline_in, time_left};
 
     /// Writes down what it is told.
     #[derive(Default)]
@@ -498,8 +512,41 @@ mod tests {
             Ok(())
         }
         fn error(&self) -> Option<Error> {
+            let notes = self.read();
+            let lost = notes.iter().find(|note| note.starts_with("lost"))?;
+            Some(Error::new(ErrorKind::PeerLost, lost))
+        }
+    }
+
+    /// Ends only once it may, and says when it is waited for.
+    struct Late {
+        may_end: AtomicBool,
+        awaited: mpsc::Sender<()>,
+    }
+
+    impl Engine for Late {
+        fn abort(self: &Arc<Self>, _: &str) {}
+        fn leave(self: &Arc<Self>, _: &str) {}
+        fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+            let _ = self.awaited.send(());
+            if self.may_end.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            std::thread::sleep(time_left(deadline));
+            Err(Error::timeout("it has not ended"))
+        }
+        fn drain(self: &Arc<Self>, _: Instant) -> Result<()> {
+            Ok(())
+        }
+        fn error(&self) -> Option<Error> {
             None
         }
+    }
+
+    fn late() -> (Arc<Late>, mpsc::Receiver<()>) {
+        let (awaited, is_awaited) = mpsc::channel();
+        let may_end = AtomicBool::new(false);
+        (Arc::new(Late { may_end, awaited }), is_awaited)
     }
 
     fn at(epoch: u64, rank: u32, world_size: u32) -> Configuration {
@@ -578,6 +625,56 @@ mod tests {
     }
 
     #[test]
+    fn nothing_connects_beside_an_engine_that_has_not_ended_however_often_it_is_tried() {
+        let group = Lifecycle::new("x", "g");
+        let (engine, _awaited) = late();
+        group.configure(at(1, 0, 1), |_| Ok(engine.clone())).unwrap();
+        for epoch in 2..4 {
+            let again = Configuration {
+                deadline: deadline_in(Duration::from_millis(20)),
+                ..at(epoch, 0, 1)
+            };
+            let e = group.configure(again, |_| unreachable!()).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+            assert!(e.to_string().contains("it has not ended"), "{e}");
+            assert!(group.engine().is_err());
+        }
+        engine.may_end.store(true, Ordering::SeqCst);
+        let (next, _awaited) = late();
+        group
+            .configure(at(4, 0, 1), |_| {
+                assert_eq!(Arc::strong_count(&engine), 1, "it was let go of");
+                Ok(next.clone())
+            })
+            .unwrap();
+        assert!(Arc::ptr_eq(&group.engine().unwrap(), &next));
+    }
+
+    #[test]
+    fn an_abort_ends_the_wait_for_an_engine_that_does_not_end() {
+        let group = Lifecycle::new("x", "g");
+        let (engine, awaited) = late();
+        group.configure(at(1, 0, 1), |_| Ok(engine.clone())).unwrap();
+        let long = Duration::from_secs(20);
+        let begun = Instant::now();
+        let e = std::thread::scope(|scope| {
+            let configuring = scope.spawn(|| {
+                let again = Configuration {
+                    deadline: deadline_in(long),
+                    ..at(2, 0, 1)
+                };
+                group.configure(again, |_| unreachable!()).unwrap_err()
+            });
+            awaited.recv().unwrap();
+            group.abort("enough");
+            configuring.join().unwrap()
+        });
+        assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+        assert!(e.to_string().contains("enough"), "{e}");
+        assert!(begun.elapsed() < long / 2, "it waited for its deadline");
+    }
+
+    #[test]
     fn an_abort_during_configure_cancels_its_token_and_ends_the_engine_that_comes_of_it() {
         let group = Lifecycle::new("x", "g");
         let engine = Arc::new(Diary::default());
@@ -611,25 +708,36 @@ mod tests {
         assert_eq!(next.read(), [""; 0]);
     }
 
+    fn split_of(parent: &Lifecycle<Diary>) -> Configuration {
+        let (_, parent) = parent.configured().unwrap();
+        let (color, key, nonce) = (Some(0), 0, 1);
+        let ballots = vec![Ballot { color, key, nonce }; 2];
+        let split = Split { parent, ballots };
+        split.child(deadline_in(Duration::from_secs(10))).unwrap()
+    }
+
+    #[test]
+    fn a_failure_of_the_group_ends_what_is_being_split_from_it() {
+        let (parent, child) = (Lifecycle::new("x", "g"), Lifecycle::<Diary>::new("x", "child"));
+        let engine = Arc::new(Diary::default());
+        parent.configure(at(1, 0, 2), |_| Ok(engine.clone())).unwrap();
+        let e = child.configure(split_of(&parent), |c| {
+            engine.note("lost: rank 2".to_string());
+            c.cancel.check().and(Ok(engine.clone()))
+        });
+        let e = e.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
+        assert!(e.message().contains("split from failed: lost: rank 2"), "{e}");
+    }
+
     #[test]
     fn l27_an_abort_cancels_what_is_being_split_from_the_group() {
         let (parent, child) = (Lifecycle::new("x", "g"), Lifecycle::<Diary>::new("x", "child"));
         let engine = Arc::new(Diary::default());
         let given = at(1, 0, 2);
         parent.configure(given.clone(), |_| Ok(engine.clone())).unwrap();
-        let (_, configuration) = parent.configured().unwrap();
-        let ballot = Ballot {
-            color: Some(0),
-            key: 0,
-            nonce: 1,
-        };
-        let split = Split {
-            parent: configuration,
-            ballots: vec![ballot; 2],
-        };
-        let of_split = split.child(deadline_in(Duration::from_secs(10))).unwrap();
         let e = child
-            .configure(of_split, |c| {
+            .configure(split_of(&parent), |c| {
                 parent.abort("enough");
                 assert!(c.cancel.reason().is_some());
                 Err(Error::new(ErrorKind::Aborted, "a connection was ended"))

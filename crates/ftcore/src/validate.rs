@@ -258,18 +258,8 @@ fn check(
         Collective::AllToAll { inputs, outputs } => {
             per_rank("inputs", inputs.len())?;
             per_rank("outputs", outputs.len())?;
-            let (i, o) = (inputs.get(info.rank as usize), outputs.get(info.rank as usize));
-            match (i, o) {
-                (Some(i), Some(o)) => ensure(i.count() == o.count(), || {
-                    format!(
-                        "inputs[{0}] has {1} elements, outputs[{0}] {2}: this rank's own part",
-                        info.rank,
-                        i.count(),
-                        o.count()
-                    )
-                }),
-                _ => Ok(()),
-            }
+            let own = |list: &[Tensor]| list.get(info.rank as usize).map_or(0, Tensor::count);
+            own_parts(info.rank, own(inputs), own(outputs))
         }
         Collective::AllToAllInto {
             input,
@@ -278,7 +268,12 @@ fn check(
             output_splits,
         } => {
             splits("input_splits", input_splits, input, world)?;
-            splits("output_splits", output_splits, output, world)
+            splits("output_splits", output_splits, output, world)?;
+            let own = |splits: &[usize], tensor: &Tensor| match splits {
+                [] => tensor.count() / world,
+                splits => splits.get(info.rank as usize).copied().unwrap_or(0),
+            };
+            own_parts(info.rank, own(input_splits, input), own(output_splits, output))
         }
         Collective::Send { peer, tag, .. } => {
             p2p_peer(*peer, info)?;
@@ -343,6 +338,15 @@ fn own_part(
         format!(
             "{part_name} has {} elements, {list_name}[{rank}] has {own}: they must be equal",
             part.count()
+        )
+    })
+}
+
+/// What a rank has for itself in an exchange is also what it expects of itself.
+fn own_parts(rank: u32, has: usize, expects: usize) -> Result<(), Error> {
+    ensure(has == expects, || {
+        format!(
+            "rank {rank} has {has} elements for itself and expects {expects} of itself: they must be equal"
         )
     })
 }
@@ -427,4 +431,63 @@ fn splits(name: &str, splits: &[usize], tensor: &Tensor, world: usize) -> Result
             tensor.count()
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DTypeSet, Device, Epoch, FeatureSet, OpSet, names};
+
+    #[test]
+    fn an_exchange_has_as_much_for_its_own_rank_as_it_expects_of_it() {
+        let info = GroupInfo {
+            backend: "x".into(),
+            name: "g".into(),
+            rank: 1,
+            world_size: 2,
+            epoch: Epoch(1),
+            device: Device::CPU,
+            dropped_options: Vec::new(),
+        };
+        let offers = Capabilities {
+            ops: OpSet::of(&OpKind::ALL),
+            moves: DTypeSet::of(&DType::ALL),
+            reduces: [DTypeSet::of(&DType::ALL); ReduceOp::COUNT],
+            features: FeatureSet::NONE,
+            options: Vec::new(),
+            devices: names(&["cpu"]),
+            notes: Vec::new(),
+        };
+        let f = |count| Tensor::zeros(DType::F32, count);
+        let whole = |counts: [usize; 2], splits: [&[usize]; 2]| Collective::AllToAllInto {
+            input: f(counts[0]),
+            output: f(counts[1]),
+            input_splits: splits[0].to_vec(),
+            output_splits: splits[1].to_vec(),
+        };
+        let lists = |sent: [usize; 2], expected: [usize; 2]| Collective::AllToAll {
+            inputs: sent.map(f).into(),
+            outputs: expected.map(f).into(),
+        };
+        // Of rank 1: 4 elements, and 2 or 3.
+        for wrong in [
+            whole([8, 4], [&[], &[]]),
+            whole([8, 4], [&[], &[1, 3]]),
+            whole([8, 4], [&[4, 4], &[]]),
+            whole([8, 4], [&[4, 4], &[1, 3]]),
+            lists([4, 4], [4, 2]),
+        ] {
+            let refused = Checked::new(wrong, &info, &offers, &SubmitOptions::default()).unwrap_err();
+            assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument);
+            let text = refused.error.to_string();
+            assert!(text.contains("rank 1 has 4 elements for itself"), "{text}");
+        }
+        for right in [
+            whole([8, 4], [&[], &[0, 4]]),
+            whole([8, 4], [&[6, 2], &[]]),
+            lists([1, 2], [3, 2]),
+        ] {
+            Checked::new(right, &info, &offers, &SubmitOptions::default()).unwrap();
+        }
+    }
 }

@@ -11,7 +11,10 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::flight_recorder::Entry;
-use crate::{Error, ErrorKind, Event, OpKind, Rejected, Result, Stream, Tensor};
+use crate::{Error, ErrorKind, Event, OpKind, Rejected, Result, Stream, Tensor, later};
+
+/// How late an engine's report may come: its threads may have to wait for a core.
+const MARGIN: Duration = Duration::from_secs(5);
 
 /// What a finished operation gives back.
 #[derive(Debug)]
@@ -119,6 +122,8 @@ struct Shared {
     sequence: OnceLock<u64>,
     submitted: Instant,
     deadline: Instant,
+    /// By when the engine has reported its end, whatever that is.
+    latest_report: Instant,
     progress: Mutex<Progress>,
     /// Notified when the operation was recorded and when it has ended.
     moved: Condvar,
@@ -159,7 +164,7 @@ pub fn work_pair(
     deadline: Instant,
     abort: impl Fn(&str) + Send + Sync + 'static,
 ) -> (Work, Completer) {
-    pair(kind, deadline, Box::new(abort), None)
+    pair(kind, deadline, deadline, Box::new(abort), None)
 }
 
 /// As [`work_pair`], for an engine that can run an operation on the thread that waits for it: [`Work::wait`] calls `drive`
@@ -171,12 +176,14 @@ pub fn driven_work_pair(
     abort: impl Fn(&str) + Send + Sync + 'static,
     drive: impl Fn(Instant) + Send + Sync + 'static,
 ) -> (Work, Completer) {
-    pair(kind, deadline, Box::new(abort), Some(Box::new(drive)))
+    pair(kind, deadline, deadline, Box::new(abort), Some(Box::new(drive)))
 }
 
-fn pair(
+/// For an engine that reports until `report` what has not ended at its deadline.
+pub(crate) fn pair(
     kind: OpKind,
     deadline: Instant,
+    report: Instant,
     abort: Box<dyn Fn(&str) + Send + Sync>,
     drive: Option<Box<dyn Fn(Instant) + Send + Sync>>,
 ) -> (Work, Completer) {
@@ -185,6 +192,7 @@ fn pair(
         sequence: OnceLock::new(),
         submitted: Instant::now(),
         deadline,
+        latest_report: later(report, MARGIN),
         progress: Mutex::new(Progress {
             state: State::Pending(Vec::new()),
             duration: None,
@@ -334,21 +342,13 @@ impl Work {
         }
     }
 
-    /// As [`wait`](Self::wait), to the operation's own deadline plus a margin in which the engine reports it.
+    /// As [`wait`](Self::wait), to the operation's own deadline plus the time in which its engine reports it.
     pub fn wait_done(&self) -> Result<()> {
-        self.wait(self.latest_report())
+        self.wait(self.0.latest_report)
     }
 
     pub(crate) fn deadline(&self) -> Instant {
         self.0.deadline
-    }
-
-    /// The operation's deadline plus a margin in which the engine reports it.
-    fn latest_report(&self) -> Instant {
-        self.0
-            .deadline
-            .checked_add(Duration::from_secs(5))
-            .unwrap_or(self.0.deadline)
     }
 
     /// Makes later work of `stream` start after this operation. An operation on a device does not block the host for
@@ -360,7 +360,7 @@ impl Work {
             return self.wait_done();
         }
         let mut recorded = None;
-        self.wait_until(self.latest_report(), |progress| {
+        self.wait_until(self.0.latest_report, |progress| {
             recorded.clone_from(&progress.done);
             recorded.as_ref().map(|_| ())
         })?;

@@ -7,7 +7,7 @@
 //! | `ca.pem`, `ca.key` | the job's CA; a process that has the key issues its own certificate in memory | 644, 600 |
 //! | `operator.pem`, `operator.key` | the operator's certificate | 644, 600 |
 //! | `member.pem`, `member.key` | in a folder for one replica or for the lighthouse, instead of `ca.key` and the operator's: its certificate | 644, 600 |
-//! | `revoked` | certificates that were taken back (`revoked.rs`); in folders of servers | 644 |
+//! | `revoked`, `revoked.lock` | certificates that were taken back (`revoked.rs`); in folders of servers | 644 |
 
 use std::fmt;
 use std::fs::{self, DirBuilder, OpenOptions};

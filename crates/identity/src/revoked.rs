@@ -5,13 +5,13 @@
 //! be read, or is not understood, lets no replica in: a list that is not read would take nothing back.
 
 use std::fmt;
-use std::fs;
+use std::fs::{self, TryLockError};
 use std::io::{ErrorKind as IoKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ftcore::{Credentials, Error, Result};
+use ftcore::{Credentials, Error, ErrorKind, Result};
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
@@ -22,6 +22,10 @@ use crate::trust::{Trust, owner};
 use crate::{Role, check_name};
 
 const FILE: &str = "revoked";
+/// Who changes the list has this file beside it locked: a lock does not survive the rename of what it is on.
+const LOCK: &str = "revoked.lock";
+/// How long another change may take. It is a matter of milliseconds, unless that process was stopped.
+const LOCK_TIME: Duration = Duration::from_secs(10);
 /// No list of ours is longer, in bytes.
 const MOST: u64 = 1 << 20;
 
@@ -33,28 +37,59 @@ type Stamp = (SystemTime, u64, u64);
 /// Takes back every certificate of the replica `name` that was made until now, for the processes that use the folder `path`. Those that are made after its
 /// return are none of them: it waits for the end of the present second, for a second at most.
 ///
-/// Errors: `InvalidArgument` for the name, or a folder or list that is none; `Io`.
+/// Errors: `InvalidArgument` for the name, or a folder or list that is none; `Conflict` if another process has been changing the list for 10 s; `Io`.
 pub fn revoke(path: &Path, name: &str) -> Result<()> {
     check_name(name)?;
     Credentials::load(path)?;
+    let now = add(path, name)?;
+    // The list and the certificates tell whole seconds: one that was made in the rest of this one would be taken back, too.
+    let end = UNIX_EPOCH + Duration::from_secs(now + 1);
+    let left = end.duration_since(SystemTime::now()).unwrap_or_default();
+    // No longer than that if the clock was set back meanwhile.
+    std::thread::sleep(left.min(Duration::from_secs(1)));
+    Ok(())
+}
+
+/// Puts `name` on the list; the time that stands there. Of two changes at once neither is lost.
+fn add(path: &Path, name: &str) -> Result<u64> {
     let file = path.join(FILE);
+    let _lock = lock(&path.join(LOCK))?;
     let mut list = read(&file)?;
     list.retain(|(known, _)| known != name);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     list.push((name.to_owned(), now.as_secs()));
     let text: String = list.iter().map(|(name, at)| format!("{name} {at}\n")).collect();
-    let failed = |e: std::io::Error| Error::io(format!("credentials: {}", file.display()), e);
     // Whole at every moment: servers read it.
-    let new = path.join(format!("{FILE}.{}", std::process::id()));
+    let new = path.join(format!("{FILE}.new"));
     let written =
         fs::File::create(&new).and_then(|mut f| f.write_all(text.as_bytes()).and_then(|()| f.sync_data()));
-    written.and_then(|()| fs::rename(&new, &file)).map_err(failed)?;
-    // The list and the certificates tell whole seconds: one that was made in the rest of this one would be taken back, too.
-    let end = UNIX_EPOCH + Duration::from_secs(now.as_secs() + 1);
-    let left = end.duration_since(SystemTime::now()).unwrap_or_default();
-    // No longer than that if the clock was set back meanwhile.
-    std::thread::sleep(left.min(Duration::from_secs(1)));
-    Ok(())
+    let written = written.and_then(|()| fs::rename(&new, &file));
+    written.map_err(|e| Error::io(format!("credentials: {}", file.display()), e))?;
+    Ok(now.as_secs())
+}
+
+/// Locked until it is dropped.
+fn lock(file: &Path) -> Result<fs::File> {
+    let failed = |e| Error::io(format!("credentials: {}", file.display()), e);
+    let lock = fs::File::create(file).map_err(failed)?;
+    let until = Instant::now() + LOCK_TIME;
+    loop {
+        match lock.try_lock() {
+            Ok(()) => return Ok(lock),
+            Err(TryLockError::Error(e)) => return Err(failed(e)),
+            Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                // Nothing tells when it goes.
+                std::thread::park_timeout(Duration::from_millis(5));
+            }
+            Err(TryLockError::WouldBlock) => {
+                let text = format!(
+                    "credentials: another process has been changing the list of revoked certificates for {LOCK_TIME:?} ({} is locked): end it",
+                    file.display()
+                );
+                return Err(Error::new(ErrorKind::Conflict, text));
+            }
+        }
+    }
 }
 
 fn read(file: &Path) -> Result<List> {

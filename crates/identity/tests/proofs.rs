@@ -185,6 +185,22 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
 }
 
 #[test]
+fn of_certificates_that_are_taken_back_at_once_none_is_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = folder(&dir.path().join("job"), "demo");
+    let names: Vec<String> = (0..8).map(|n| format!("replica{n}")).collect();
+    std::thread::scope(|scope| {
+        for name in &names {
+            scope.spawn(|| oxccl_identity::revoke(job.folder(), name).unwrap());
+        }
+    });
+    let text = std::fs::read_to_string(job.folder().join("revoked")).unwrap();
+    let mut listed: Vec<&str> = text.lines().filter_map(|l| l.split(' ').next()).collect();
+    listed.sort_unstable();
+    assert_eq!(listed, names);
+}
+
+#[test]
 fn another_jobs_member_is_refused_by_both_sides_even_under_the_same_job_id() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");

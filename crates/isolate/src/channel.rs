@@ -5,9 +5,9 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -21,6 +21,8 @@ use crate::wire::{MAX_FRAME, odd};
 const FDS: usize = 4;
 /// What one read takes at most.
 const CHUNK: usize = 64 << 10;
+/// How often a sender that waits looks whether the frame is still wanted.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Two connected sockets, closed in programs that either side starts.
 pub(crate) fn pair() -> Result<(OwnedFd, OwnedFd)> {
@@ -60,6 +62,17 @@ pub(crate) fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) 
 /// Errors: `Timeout` if the other side does not read, `Unavailable` if it is gone. After an error the stream may end in the
 /// middle of a frame and is of no more use.
 pub(crate) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>], deadline: Instant) -> Result<()> {
+    send_while(socket, frame, fds, deadline, || true).map(drop)
+}
+
+/// As [`send`], but no longer than it is `wanted`. How many bytes were sent.
+pub(crate) fn send_while(
+    socket: &OwnedFd,
+    frame: &[u8],
+    fds: &[BorrowedFd<'_>],
+    deadline: Instant,
+    wanted: impl Fn() -> bool,
+) -> Result<usize> {
     let mut rest = frame;
     while !rest.is_empty() {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
@@ -76,8 +89,10 @@ pub(crate) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>], deadl
         ) {
             Ok(n) => rest = rest.get(n..).unwrap_or_default(),
             Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) if !wanted() => break,
             Err(Errno::AGAIN) => {
-                if !wait_for(socket.as_fd(), PollFlags::OUT, deadline)? {
+                let is_ready = wait_for(socket.as_fd(), PollFlags::OUT, deadline.min(deadline_in(LOOK)))?;
+                if !is_ready && time_left(deadline).is_zero() {
                     return Err(Error::timeout("the other process does not read its orders"));
                 }
             }
@@ -85,7 +100,7 @@ pub(crate) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>], deadl
             Err(e) => return Err(Error::io("send to the other process", e.into())),
         }
     }
-    Ok(())
+    Ok(frame.len() - rest.len())
 }
 
 /// What a read brought.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::{self, Driver, Ended, Held, Job, Label, Outcome, Place, Rules, Stage, Ticket, spawn};
-use ftcore::{Collective, Completion, Error, ErrorKind, Result, Tensor, later, time_left};
+use ftcore::{Collective, Completion, Error, ErrorKind, Result, Tensor};
 
 use crate::link::{Claim, LEAVE, Link, Moved, TELLING};
 use crate::staging::Staged;
@@ -272,9 +272,9 @@ impl ChildDriver {
         let (tell, told) = sync_channel(1);
         let mut express = self.link.express();
         self.begin(call, Caller::Waits(tell), express.is_some(), deadline);
-        // By then the engine has ended what has not ended by itself, and given it up.
-        let until = later(deadline, Self::OVERTIME + RULES.grace * 2);
-        while let Some(receiver) = express.as_mut().filter(|_| !time_left(until).is_zero()) {
+        // Without a limit of its own: the child's report, its end or the engine answers every caller. The engine counts its grace from when its clock
+        // sees the deadline, which may be long ago by then: this process may have been stopped.
+        while let Some(receiver) = express.as_mut() {
             match told.try_recv() {
                 Ok(outcome) => return outcome,
                 Err(TryRecvError::Disconnected) => break,
@@ -284,7 +284,7 @@ impl ChildDriver {
             }
         }
         drop(express);
-        told.recv_timeout(time_left(until)).unwrap_or_else(|_| {
+        told.recv().unwrap_or_else(|_| {
             let text = "the end of an operation in a child process was never told";
             Outcome::Fatal(Error::new(ErrorKind::Internal, text), Vec::new())
         })

@@ -138,6 +138,8 @@ impl IsolatedGroup {
                  isolate::run_child_if_asked() before anything else",
             ));
         }
+        // The thread that starts children is the parent's, too.
+        forked::check()?;
         let pool = Arc::new(Pool::new(mode));
         let until = deadline_in(options.start_timeout);
         let started = child_pool::start(&options, &pool, until, &Cancel::default())?;

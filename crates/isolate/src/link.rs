@@ -106,6 +106,15 @@ impl State {
     }
 }
 
+/// What is held while a frame is sent.
+#[derive(Default)]
+pub(crate) struct Sending {
+    /// The segments that the child knows.
+    known: Known,
+    /// Of a frame whose sender has stopped: it goes before what is sent next.
+    rest: Vec<u8>,
+}
+
 /// One child process.
 pub(crate) struct Link {
     pub(crate) pid: Pid,
@@ -115,8 +124,7 @@ pub(crate) struct Link {
     pub(crate) tail: Tail,
     socket: Arc<OwnedFd>,
     waker: OwnedFd,
-    /// Held while a frame is sent: the segments that the child knows.
-    sending: Mutex<Known>,
+    sending: Mutex<Sending>,
     state: Mutex<State>,
     changed: Condvar,
     stores: OnceLock<Arc<Stores>>,
@@ -330,13 +338,13 @@ impl Link {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub(crate) fn sending(&self) -> MutexGuard<'_, Known> {
+    pub(crate) fn sending(&self) -> MutexGuard<'_, Sending> {
         self.sending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// As [`sending`](Self::sending), for the keeper; none while another thread is sending: it may be to a child that does not read before it is
     /// read from, and whose end must not wait for that.
-    fn sending_now(&self) -> Option<MutexGuard<'_, Known>> {
+    fn sending_now(&self) -> Option<MutexGuard<'_, Sending>> {
         match self.sending.try_lock() {
             Ok(sending) => Some(sending),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -348,8 +356,36 @@ impl Link {
     pub(crate) fn send_with(&self, order: &Order, fds: &[OwnedFd], deadline: Instant) -> Result<()> {
         let frame = order.encode()?;
         let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-        let _sending = self.sending();
-        channel::send(&self.socket, &frame, &fds, deadline)
+        self.put(&mut self.sending(), &frame, &fds, deadline)
+    }
+
+    /// Sends a frame, after what another sender has left.
+    fn put(&self, sending: &mut Sending, frame: &[u8], fds: &[BorrowedFd<'_>], until: Instant) -> Result<()> {
+        channel::send(&self.socket, &std::mem::take(&mut sending.rest), &[], until)?;
+        channel::send(&self.socket, frame, fds, until)
+    }
+
+    /// As [`put`](Self::put), but no longer than something waits for the child: `Unavailable` then, and the rest of the frame is left. Nothing was
+    /// left before: that happens to a child that is being ended alone.
+    fn put_while_needed(
+        &self,
+        sending: &mut Sending,
+        frame: &[u8],
+        fds: &[BorrowedFd<'_>],
+        until: Instant,
+    ) -> Result<()> {
+        let sent = channel::send_while(&self.socket, frame, fds, until, || !self.is_let_go())?;
+        let rest = frame.get(sent..).unwrap_or_default();
+        if rest.is_empty() {
+            return Ok(());
+        }
+        if sent > 0 {
+            sending.rest = rest.to_vec();
+        }
+        Err(Error::new(
+            ErrorKind::Unavailable,
+            "the child process is being ended",
+        ))
     }
 
     /// Has the keeper send an order. Never blocks.
@@ -400,16 +436,16 @@ impl Link {
         segments: &[Arc<Segment>],
         deadline: Instant,
     ) -> Result<()> {
-        let mut known = self.sending();
+        let mut sending = self.sending();
         let until = deadline.min(deadline_in(SEND));
         if let Some(error) = self.unusable() {
             return Err(error);
         }
         let sent = self
-            .introduce(&mut known, segments, until)
-            .and_then(|()| channel::send(&self.socket, frame, &[], until));
-        drop(known);
-        // A child that is gone is the keeper's to explain. Otherwise half a frame may be out, and this child cannot be talked to
+            .introduce(&mut sending, segments, until)
+            .and_then(|()| self.put_while_needed(&mut sending, frame, &[], until));
+        drop(sending);
+        // A child that is gone, or is being ended, is the keeper's to explain. Otherwise half a frame may be out, and this child cannot be talked to
         // any more. Either way it is not known whether it has seen the operation, which fails like all others at its end.
         if let Err(error) = sent.or_else(|e| {
             if e.kind() == ErrorKind::Unavailable {
@@ -425,9 +461,9 @@ impl Link {
     }
 
     /// Tells the child of segments that it does not know yet.
-    fn introduce(&self, known: &mut Known, segments: &[Arc<Segment>], until: Instant) -> Result<()> {
+    fn introduce(&self, sending: &mut Sending, segments: &[Arc<Segment>], until: Instant) -> Result<()> {
         for segment in segments {
-            if known.is_new(segment) {
+            if sending.known.is_new(segment) {
                 let (id, bytes) = (segment.id, segment.bytes() as u64);
                 let (order, fd) = match &segment.memory {
                     Memory::Host(mapping) => (Order::Segment { id, bytes }, mapping.fd()),
@@ -437,7 +473,7 @@ impl Link {
                     }
                 };
                 let fds: Vec<_> = fd.into_iter().collect();
-                channel::send(&self.socket, &order.encode()?, &fds, until)?;
+                self.put_while_needed(sending, &order.encode()?, &fds, until)?;
             }
         }
         Ok(())
@@ -448,18 +484,18 @@ impl Link {
         if !idle && !self.has_orders() {
             return Ok(());
         }
-        let Some(mut known) = self.sending_now() else {
+        let Some(mut sending) = self.sending_now() else {
             return Ok(());
         };
         let orders = std::mem::take(&mut self.lock().outbox);
         let until = deadline_in(SEND_BESIDE);
         for order in orders {
-            channel::send(&self.socket, &order.encode()?, &[], until)?;
+            self.put(&mut sending, &order.encode()?, &[], until)?;
         }
         if idle {
             drop(self.pool.trim());
-            for id in known.gone() {
-                channel::send(&self.socket, &Order::Forget { id }.encode()?, &[], until)?;
+            for id in sending.known.gone() {
+                self.put(&mut sending, &Order::Forget { id }.encode()?, &[], until)?;
             }
         }
         Ok(())
@@ -472,14 +508,14 @@ impl Link {
 
     /// The last order, after what others left to the keeper. False, and nothing is done, while another thread is sending.
     pub(crate) fn send_last(&self, order: &Order, until: Instant) -> bool {
-        let Some(_sending) = self.sending_now() else {
+        let Some(mut sending) = self.sending_now() else {
             return false;
         };
         let before = std::mem::take(&mut self.lock().outbox);
         for order in before.iter().chain([order]) {
             let sent = order
                 .encode()
-                .and_then(|frame| channel::send(&self.socket, &frame, &[], until));
+                .and_then(|frame| self.put(&mut sending, &frame, &[], until));
             if let Err(error) = sent {
                 tracing::debug!(pid = %self.pid, %error, "the child was not told of its end");
                 break;
@@ -597,10 +633,11 @@ impl Link {
         self.lock().unusable()
     }
 
-    /// True if it can be configured again: alive, and no memory of an earlier failure is in its hands.
+    /// True if it can be configured again: alive, with the way to its stores, and no memory of an earlier failure is in its hands.
     pub(crate) fn is_fresh(&self) -> bool {
+        let is_served = self.stores.get().is_none_or(|stores| stores.is_open());
         let state = self.lock();
-        state.unusable().is_none() && !state.is_tainted
+        is_served && state.unusable().is_none() && !state.is_tainted
     }
 
     /// Orders the end: its groups fail with `error`, the child gets `grace` after its `order`, then SIGKILL. Never
@@ -671,6 +708,13 @@ impl Link {
 
     pub(crate) fn ending(&self) -> Option<Ending> {
         self.lock().ending.clone()
+    }
+
+    /// True if nothing but memory waits for it: what was pending has failed, or is about to.
+    fn is_let_go(&self) -> bool {
+        let state = self.lock();
+        let fails_at = state.ending.as_ref().map(|e| e.fail_at.min(e.kill_at));
+        state.gone.is_some() || fails_at.is_some_and(|at| time_left(at).is_zero())
     }
 
     /// Fails what waits for the child; what that may still touch is kept until it is gone.

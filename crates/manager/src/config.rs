@@ -86,7 +86,8 @@ pub struct ManagerConfig {
     pub group_rank: u32,
     /// The number of ranks inside the replica.
     pub group_world_size: u32,
-    /// Where the ranks of the replica meet, and agree from which source they heal; needed if there are several, for the whole run.
+    /// Where the ranks of the replica meet, and agree from which source they heal; needed if there are several, for the whole run. It may outlive them and
+    /// serve their next incarnation, as an elastic launcher's does.
     pub replica_store: Option<Arc<dyn Store>>,
     /// Where this rank listens, `host:port` or `[v6]:port`. The port is the manager server's (group rank 0), 0 picks a free one; the store and the
     /// checkpoint server listen on free ports of the same host.
@@ -107,6 +108,8 @@ pub struct ManagerConfig {
     /// How this replica's state gets to members that heal, and to this one. The same on all replicas: one that heals from a replica with
     /// another setting refuses, and names both.
     pub heal_over: HealOver,
+    /// The largest state that this replica takes over from another one, in bytes. `None`: the memory of this machine, swap included.
+    pub max_state_bytes: Option<u64>,
     /// For one collective, one connect of the group, one transfer of state.
     pub timeout: Duration,
     /// For reaching the servers at start.
@@ -142,6 +145,7 @@ impl ManagerConfig {
             init_sync: true,
             max_retries: None,
             heal_over: HealOver::default(),
+            max_state_bytes: None,
             timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(20),
             heartbeat_interval: Duration::from_millis(100),

@@ -11,6 +11,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::float_mode::DefaultMode;
 use ftcore::{
     Capabilities, Checked, Collective, Completer, Completion, DType, DTypeSet, Error, ErrorKind, Failed,
     Feature, ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions, Tensor, Work, Wrapper,
@@ -157,7 +158,6 @@ impl CountedGroup {
                     count,
                     op,
                     place,
-                    deadline,
                 };
                 join(call, completer, finisher);
             }
@@ -192,8 +192,15 @@ fn counted_in(tensor: &Tensor) -> Result<u32> {
     first.and_then(|n| u32::try_from(n).ok()).ok_or_else(wrong)
 }
 
-/// Divides floats of the host.
+/// Divides floats of the host, on every rank in the same mode (INV-3).
 fn divide(bytes: &mut [u8], dtype: DType, by: u32) {
+    let _mode = DefaultMode::set();
+    divide_here(bytes, dtype, by);
+}
+
+/// In the thread's own mode. Not inlined, so that nothing of it can move out from between the two changes of the mode.
+#[inline(never)]
+fn divide_here(bytes: &mut [u8], dtype: DType, by: u32) {
     if dtype == DType::F64 {
         for value in bytes.as_chunks_mut::<8>().0 {
             *value = (f64::from_ne_bytes(*value) / f64::from(by)).to_ne_bytes();
@@ -211,7 +218,6 @@ struct Call {
     count: Work,
     op: ReduceOp,
     place: Place,
-    deadline: Instant,
 }
 
 impl Call {
@@ -220,10 +226,17 @@ impl Call {
         let contributors = counted_in(&self.place.fetch(self.count.take_tensor()?)?)?;
         let mut completion = self.sum.take()?;
         if self.op == ReduceOp::Avg && contributors > 0 {
-            for tensor in &mut completion.tensors {
+            let divided = completion.tensors.iter_mut().try_for_each(|tensor| {
                 let dtype = tensor.dtype();
                 self.place
-                    .rewrite(tensor, self.deadline, |bytes| divide(bytes, dtype, contributors))?;
+                    .rewrite(tensor, |bytes| divide(bytes, dtype, contributors))
+            });
+            if let Err(error) = divided {
+                // A copy may still be writing into one of them (INV-8).
+                for tensor in completion.tensors {
+                    tensor.leak("a copy to the device did not end");
+                }
+                return Err(error);
             }
         }
         completion.contributors = contributors;
@@ -495,6 +508,51 @@ mod tests {
             reduce(group, vec![Tensor::zeros(DType::F32, 1000)], ReduceOp::Avg, true).err()
         });
         assert!(errors[0].is_some());
+    }
+
+    #[test]
+    fn inv8_memory_that_a_copy_may_still_write_into_is_not_given_back() {
+        let device = CountedDevice::new();
+        let sum = device.tensor(&[6.0, 4.0]);
+        let count = device.tensor(&[2.0]);
+        let place = Place::of(std::slice::from_ref(&sum), None).unwrap();
+        let ended = |tensor| {
+            let completion = Completion {
+                tensors: vec![tensor],
+                source: None,
+                contributors: 2,
+            };
+            Work::finished(ftcore::OpKind::AllReduce, completion)
+        };
+        let call = Call {
+            sum: ended(sum),
+            count: ended(count),
+            op: ReduceOp::Avg,
+            place,
+        };
+        let before = ftcore::leaked_bytes();
+        device.never_synchronize();
+        assert_eq!(call.finish().unwrap_err().kind(), ErrorKind::Timeout);
+        assert!(call.sum.recover().is_empty());
+        drop(call);
+        // Tests beside this one may leak, too.
+        assert!(ftcore::leaked_bytes() >= before + 8);
+        assert_eq!(device.in_use(), 8, "the sum's memory may be written to still");
+    }
+
+    #[test]
+    fn inv3_a_mean_is_the_same_whatever_the_mode_of_the_thread_that_divides() {
+        let divided = || {
+            let mut bytes = [f32::MIN_POSITIVE.to_ne_bytes(), 1.0f32.to_ne_bytes()].concat();
+            divide(std::hint::black_box(&mut bytes), DType::F32, 3);
+            bytes
+        };
+        let usual = divided();
+        assert_ne!(usual[..4], [0; 4], "it is a number below the normal ones");
+        for mode in ftcore::float_mode::foreign::MODES {
+            let other = ftcore::float_mode::foreign::with(mode, divided);
+            assert_eq!(other, usual, "{mode:x}");
+        }
     }
 
     #[test]

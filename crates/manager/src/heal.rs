@@ -70,6 +70,8 @@ pub(crate) struct Behind<'a> {
     pub(crate) kept: &'a Kept,
     /// As whom it calls the sources, with credentials.
     pub(crate) party: Option<&'a Arc<Party>>,
+    /// The largest state that it takes over; `None`: [`FetchOptions`]' own limit.
+    pub(crate) max_state_bytes: Option<u64>,
     /// `None`: over HTTP.
     pub(crate) over_group: Option<OverGroup<'a>>,
     /// Called once the state is here: to load it may take long as well.
@@ -80,6 +82,16 @@ impl Behind<'_> {
     /// True if nothing would be lost with this replica's state.
     fn is_new(&self) -> bool {
         self.step == Step(0) && self.lineage.as_str().is_empty()
+    }
+
+    /// For either way.
+    fn limits(&self) -> FetchOptions {
+        let usual = FetchOptions::default();
+        FetchOptions {
+            max_state_bytes: self.max_state_bytes.unwrap_or(usual.max_state_bytes),
+            party: self.party.cloned(),
+            ..usual
+        }
     }
 }
 
@@ -154,15 +166,9 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
         lineage: Some(answer.lineage.clone()).filter(|l| !l.is_empty()),
         own: older_state(me, state),
         kept: me.kept.clone(),
-        // Parts of a training state may be a replica's own: DiLoCo's local parameters, the residuals of error feedback.
-        are_equal: false,
         choice: choice(me, answer),
     };
-    let options = FetchOptions {
-        party: me.party.cloned(),
-        ..FetchOptions::default()
-    };
-    fetch.run(deadline, &options)
+    fetch.run(deadline, &me.limits())
 }
 
 /// From the rank of this rank's number in one of the sources: the group has one of each member.
@@ -190,7 +196,7 @@ fn fetch_over_group(
         distrusted: over.distrusted.clone(),
         watch: over.watch,
     };
-    fetch.run(deadline, &FetchOptions::default())
+    fetch.run(deadline, &me.limits())
 }
 
 /// What makes this rank follow the source that the other ranks of its replica follow.
@@ -439,6 +445,7 @@ mod tests {
             ranks_store: None,
             kept: &Kept::default(),
             party: None,
+            max_state_bytes: None,
             over_group: None,
             progress: &|| (),
         };
@@ -466,6 +473,33 @@ mod tests {
         }
         let e = heal_at(3, &answer(vec![]), &mut Weights::of(&[1.0]), soon()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+    }
+
+    #[test]
+    fn the_largest_state_that_is_taken_over_is_the_configured_one() {
+        let mut sources = Sources::default();
+        sources.publishing(5, &Weights::of(&[2.0; 64]));
+        for (max_state_bytes, is_taken) in [(Some(256), false), (Some(1 << 20), true), (None, true)] {
+            let me = Behind {
+                replica_id: "me:y",
+                group_rank: 0,
+                step: Step(0),
+                lineage: &Lineage::default(),
+                ranks_store: None,
+                kept: &Kept::default(),
+                party: None,
+                max_state_bytes,
+                over_group: None,
+                progress: &|| (),
+            };
+            let outcome = heal(&me, &sources.answer(), &mut Weights::of(&[0.0; 64]), soon());
+            let said = outcome.err().map(|e| e.to_string()).unwrap_or_default();
+            assert_eq!(said.is_empty(), is_taken, "{max_state_bytes:?}: {said}");
+            assert!(
+                is_taken || said.contains("limit of 256 (max_state_bytes)"),
+                "{said}"
+            );
+        }
     }
 
     #[test]
@@ -572,6 +606,7 @@ mod tests {
                     ranks_store: Some(store),
                     kept: &Kept::default(),
                     party: None,
+                    max_state_bytes: None,
                     over_group: None,
                     progress: &|| (),
                 };

@@ -13,6 +13,7 @@ mod heal;
 mod heal_choice;
 mod killed;
 mod manager;
+mod meeting;
 mod names;
 mod observed;
 mod quorum;

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Distrusted, HttpTransport, Kept, Snapshot, TransportOptions};
 use coordination::{
-    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
-    WatchGuard, is_refused,
+    Cancel, CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest,
+    QuorumResult, WatchGuard, is_refused,
 };
 use ftcore::{
     Collective, DType, Epoch, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
@@ -30,6 +30,7 @@ use crate::ends::{Ends, NO_EPOCH};
 use crate::event_log::{self, EventLog};
 use crate::heal;
 use crate::killed::end_process;
+use crate::meeting;
 use crate::names::{only_here, random_id, told_host};
 use crate::observed::{Attempt, Observed};
 use crate::quorum::{Ahead, GONE, Interrupter, Search};
@@ -40,11 +41,7 @@ use protocol::commit::VoteKey;
 use protocol::rank::{Next, Rank, RankRules};
 use replica::{Healed, ManagedWork, Members, Participation, Pending, Replica, State};
 
-/// Keys under which group rank 0 tells the other ranks of its replica where its servers are.
-const KEY_MANAGER: &str = "oxccl/manager_address";
-const KEY_REPLICA_ID: &str = "oxccl/replica_id";
-
-/// How long telling the other ranks that this one ends may take.
+/// How long telling the other ranks, or the lighthouse, that this one ends may take.
 const TELL: Duration = Duration::from_secs(5);
 
 /// The longest time between two messages of progress.
@@ -156,8 +153,11 @@ impl Manager {
             Some(credentials) => Some(Party::new(credentials, Role::Replica(config.name.clone()))?),
             None => None,
         };
-        let (servers, replica_id, manager_address) = match (&config.lighthouse, config.group_rank) {
+        let (servers, replica_id, manager_address, client) = match (&config.lighthouse, config.group_rank) {
             (Some(lighthouse), 0) => {
+                if let Some(meet) = &config.replica_store {
+                    meeting::Servers::withdraw(&**meet, deadline)?;
+                }
                 let replica_id = format!("{}:{}", config.name, random_id()?);
                 let (host, _) = split_address(&config.bind)?;
                 let at = join_address(host, 0);
@@ -184,27 +184,24 @@ impl Manager {
                     ..ManagerServerConfig::default()
                 })?;
                 let address = manager.address();
+                let told = meeting::Servers { address, replica_id };
                 if let Some(meet) = &config.replica_store {
-                    meet.set(KEY_MANAGER, address.as_bytes(), deadline)?;
-                    meet.set(KEY_REPLICA_ID, replica_id.as_bytes(), deadline)?;
+                    told.publish(&**meet, deadline)?;
                 }
+                let meeting::Servers { address, replica_id } = told;
+                let client = ManagerClient::connect_as(party.clone(), Some(&replica_id), &address, deadline)?;
                 let store = Arc::new(store);
-                (Some(Servers { manager, store }), replica_id, address)
+                (Some(Servers { manager, store }), replica_id, address, client)
             }
             _ => {
                 let meet = config
                     .replica_store
                     .as_ref()
                     .ok_or_else(|| Error::invalid("no replica_store to meet in"))?;
-                let text = |bytes: Vec<u8>| {
-                    String::from_utf8(bytes)
-                        .map_err(|_| Error::new(ErrorKind::Protocol, "an address is not text"))
-                };
-                let address = text(meet.get(KEY_MANAGER, deadline)?)?;
-                (None, text(meet.get(KEY_REPLICA_ID, deadline)?)?, address)
+                let (client, found) = meeting::Servers::find(&**meet, party.as_ref(), deadline)?;
+                (None, found.replica_id, found.address, client)
             }
         };
-        let client = ManagerClient::connect_as(party.clone(), Some(&replica_id), &manager_address, deadline)?;
         let client = Arc::new(client);
         // The port in `bind` is the manager server's.
         let (host, _) = split_address(&config.bind)?;
@@ -302,7 +299,7 @@ impl Manager {
     /// Sets step, lineage and [`batches_committed`](Replica::batches_committed) of a state that was loaded from a disk checkpoint before
     /// the first quorum.
     ///
-    /// Errors: `InvalidState` once a quorum was asked for.
+    /// Errors: `InvalidState` once a quorum was asked for, also if it did not come about.
     pub fn restore(&mut self, step: Step, lineage: Lineage, batches_committed: i64) -> Result<()> {
         self.rank.restore(step, lineage, batches_committed)
     }
@@ -465,6 +462,8 @@ impl Manager {
             contributes: contributor_rank.is_some(),
             contributor_rank,
             contributors,
+            // Without the state of the step nothing of it is this replica's.
+            closes: answer.closes && answer.max_step == self.rank.step(),
             healed,
             members: Members::of(answer.replica_world_size, answer.replica_ids),
         }
@@ -493,6 +492,7 @@ impl Manager {
         (answer, mut next): (&QuorumResult, Next),
         state: &mut dyn State,
         deadline: Instant,
+        cancel: &Cancel,
     ) -> (Next, Option<Healed>) {
         let limit = || deadline_in(self.config.timeout).min(deadline);
         let mut recovery = None;
@@ -513,10 +513,7 @@ impl Manager {
                     }
                     self.rank.offered(Ok(()))
                 }
-                Next::Configure => {
-                    self.search
-                        .connect(&mut self.rank, answer, deadline, &self.search.waits.token())
-                }
+                Next::Configure => self.search.connect(&mut self.rank, answer, deadline, cancel),
                 Next::Heal | Next::Fetch => {
                     let (ends, epoch) = (&self.ends, answer.quorum_id);
                     let is_over = || {
@@ -543,6 +540,7 @@ impl Manager {
                             .filter(|_| self.config.group_world_size > 1),
                         kept: &self.kept,
                         party: self.party.as_ref(),
+                        max_state_bytes: self.config.max_state_bytes,
                         over_group: travels.then_some(over_group),
                         progress: &progress,
                     };
@@ -578,6 +576,8 @@ impl Manager {
 
 impl Replica for Manager {
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation> {
+        // One for the whole call: also where it comes between two of its waits, an interruption ends it.
+        let cancel = self.search.waits.token();
         self.progress();
         self.wait_ahead();
         let mut found = match std::mem::take(&mut self.ahead) {
@@ -595,12 +595,11 @@ impl Replica for Manager {
                 Some(found) => found?,
                 None => {
                     let question = self.question();
-                    self.search
-                        .ask(&mut self.rank, &question, deadline, &self.search.waits.token())?
+                    self.search.ask(&mut self.rank, &question, deadline, &cancel)?
                 }
             };
             let recovery;
-            (next, recovery) = self.come_up((&answer, next), state, deadline);
+            (next, recovery) = self.come_up((&answer, next), state, deadline, &cancel);
             healed = match (recovery, healed) {
                 (Some(now), Some(before)) => Some(Healed {
                     took: before.took + now.took,
@@ -610,12 +609,23 @@ impl Replica for Manager {
             };
         }
         match next {
-            Next::Lost(e) => self.lost(answer.quorum_id, &e),
+            Next::Lost(e) => {
+                self.lost(answer.quorum_id, &e);
+                if cancel.is_cancelled() {
+                    // There is no vote.
+                    self.rank.abandon();
+                    return Err(e.with_op("quorum"));
+                }
+            }
             Next::End(e) => {
                 self.group.abort(&e.to_string());
                 self.reporter.send(answer.quorum_id, &e);
                 self.give_up(&e, deadline);
                 return Err(e);
+            }
+            // The next attempt tells the others that this step was left.
+            _ if cancel.is_cancelled() => {
+                return Err(Error::new(ErrorKind::Aborted, "the call was interrupted").with_op("quorum"));
             }
             Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal | Next::Fetch | Next::Ask => {}
         }
@@ -791,6 +801,10 @@ impl Replica for Manager {
         self.rank.set_joins_at_once(at_once);
     }
 
+    fn set_healed(&mut self) {
+        self.rank.set_healed();
+    }
+
     fn progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }
@@ -813,7 +827,12 @@ impl Replica for Manager {
         self.observed.ended(self.rank.step(), None);
         self.abandon_quorum();
         self.ends.set_live(NO_EPOCH);
-        self.group.shutdown(deadline)?;
+        let ended = self.group.shutdown(deadline);
+        // The lighthouse hears of the leave all the same, also if the group took all the time.
+        let deadline = match ended {
+            Ok(()) => deadline,
+            Err(_) => deadline.max(deadline_in(TELL)),
+        };
         if self.servers.is_none()
             && let Err(error) = self.client.leave(self.config.group_rank, deadline)
         {
@@ -831,7 +850,7 @@ impl Replica for Manager {
             }
             servers.store.shutdown();
         }
-        Ok(())
+        ended
     }
 }
 

@@ -32,8 +32,9 @@ const GRACE: Duration = Duration::from_secs(2);
 pub struct Interrupter(Arc<Mutex<Cancel>>);
 
 impl Interrupter {
-    /// Ends the wait for a quorum, and connecting the group for it, with an error of the call that waits. Later calls are not concerned. What the
-    /// group does, its own `abort` ends; a transfer of state and a vote go on to their deadlines.
+    /// Ends the wait for a quorum, and connecting the group for it, with an error of the call that waits, whose step is then left without a vote. Later
+    /// calls are not concerned. What the group does, its own `abort` ends; a transfer of state goes on to its deadline before the call ends, and a vote
+    /// goes on.
     pub fn interrupt(&self) {
         std::mem::take(&mut *self.lock()).cancel();
     }

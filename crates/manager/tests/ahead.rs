@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
 use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Step, Tensor, deadline_in};
-use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
+use oxccl_manager::{Lineage, Manager, ManagerConfig, Participation, Replica, State};
 
 /// Only a hang reaches it.
 fn soon() -> Instant {
@@ -223,4 +223,17 @@ fn a_quorum_that_is_given_up_leaves_nothing_behind_and_is_not_waited_for() {
         "{:?}",
         begun.elapsed()
     );
+}
+
+#[test]
+fn a_state_is_restored_before_the_first_quorum_is_asked_for_and_not_beside_it() {
+    let lighthouse = lighthouse(2);
+    let mut m = manager("r0", &lighthouse);
+    m.restore(Step(3), Lineage::from_peer("three"), 3).unwrap();
+    // There is no other replica: it is looked for until it is given up.
+    assert!(m.begin_quorum(deadline_in(Duration::from_secs(600))).unwrap());
+    let e = m.restore(Step(4), Lineage::from_peer("four"), 4).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
+    m.abandon_quorum();
+    assert_eq!((m.current_step(), m.batches_committed()), (Step(3), 3));
 }

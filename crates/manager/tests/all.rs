@@ -7,6 +7,7 @@ mod credentials;
 mod event_log;
 mod healing;
 mod lost_answers;
+mod meeting;
 mod outside;
 mod over_group;
 mod ranks;

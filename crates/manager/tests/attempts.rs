@@ -8,18 +8,18 @@
 )]
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
 use ftcore::{
-    Checked, Completion, ErrorKind, Failed, GroupOptions, ProcessGroup, ReduceOp, Rejected, Result, Step,
-    SubmitOptions, Tensor, Work, Wrapper, deadline_in,
+    Checked, Completion, Configuration, Error, ErrorKind, Failed, GroupOptions, ProcessGroup, ReduceOp,
+    Rejected, Result, Step, SubmitOptions, Tensor, Work, Wrapper, deadline_in,
 };
-use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
+use oxccl_manager::{Interrupter, Manager, ManagerConfig, Participation, Replica, State};
 
 struct Nothing;
 
@@ -251,4 +251,131 @@ fn a_step_that_is_left_without_a_vote_holds_up_no_other_member() {
             begun.elapsed()
         );
     }
+}
+
+type Meanwhile = Box<dyn FnOnce(&Configuration) + Send>;
+
+/// What happens instead of the group's own.
+#[derive(Default)]
+struct Instead {
+    /// Before it connects, once.
+    connecting: Mutex<Option<Meanwhile>>,
+    leaves_badly: bool,
+}
+
+struct Hooked(backend_gloo::GlooGroup, Instead);
+
+impl Wrapper for Hooked {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &self.0
+    }
+
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        if let Some(before) = self.1.connecting.lock().unwrap().take() {
+            before(&configuration);
+        }
+        self.0.configure(configuration)
+    }
+
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.0.submit(op, options)
+    }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.0.execute(op, options)
+    }
+
+    fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        Ok(None)
+    }
+
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.0.shutdown(deadline)?;
+        match self.1.leaves_badly {
+            true => Err(Error::new(ErrorKind::Backend, "the library did not end")),
+            false => Ok(()),
+        }
+    }
+}
+
+fn hooked(name: &str, lighthouse: &LighthouseServer, instead: Instead) -> Manager {
+    let group = backend_gloo::GlooGroup::new(name, GroupOptions::default()).unwrap();
+    let config = ManagerConfig::new(name, lighthouse.address());
+    Manager::new(Arc::new(Hooked(group, instead)), config).unwrap()
+}
+
+#[test]
+fn an_interruption_ends_the_call_that_connects_the_group_and_the_step_is_done_again() {
+    let lighthouse = lighthouse();
+    let (connects, connecting) = channel();
+    let before = move |configuration: &Configuration| {
+        connects.send(()).unwrap();
+        let (_open, nothing) = channel::<()>();
+        configuration.cancel.receive(&nothing, soon()).unwrap_err();
+    };
+    let instead = Instead {
+        connecting: Mutex::new(Some(Box::new(before))),
+        ..Instead::default()
+    };
+    let mut m = hooked("r0", &lighthouse, instead);
+    let interrupter = m.interrupter();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            connecting.recv().unwrap();
+            interrupter.interrupt();
+        });
+        m.start_quorum(&mut Nothing, soon()).unwrap_err();
+    });
+    let (now, committed) = attempt(&mut m).unwrap();
+    assert_eq!((now.step, committed), (Step(0), true));
+}
+
+/// A state that is interrupted while it is saved, between the quorum and connecting the group.
+struct Interrupted(Interrupter);
+
+impl State for Interrupted {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        self.0.interrupt();
+        Nothing.save(out)
+    }
+    fn load(&mut self, _: &StateDict) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn an_interruption_between_two_waits_of_a_call_is_not_lost() {
+    let lighthouse = lighthouse_of(2);
+    let mut source = hooked("r0", &lighthouse, Instead::default());
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let mut m = manager("r1", &lighthouse, |_| {});
+            // The first attempt is lost to it.
+            while !attempt(&mut m).unwrap().1 {}
+            m.leave(soon()).unwrap();
+        });
+        let mut state = Interrupted(source.interrupter());
+        source.start_quorum(&mut state, soon()).unwrap_err();
+        assert!(attempt(&mut source).unwrap().1);
+        source.leave(soon()).unwrap();
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn a_replica_whose_group_does_not_end_well_has_left_all_the_same() {
+    let lighthouse = lighthouse();
+    let mut m = hooked(
+        "r0",
+        &lighthouse,
+        Instead {
+            leaves_badly: true,
+            ..Instead::default()
+        },
+    );
+    assert!(attempt(&mut m).unwrap().1);
+    let e = m.leave(soon()).unwrap_err();
+    assert!(e.message().contains("the library did not end"), "{e}");
+    let tool = LighthouseClient::connect(&lighthouse.address(), soon()).unwrap();
+    assert!(tool.status(soon()).unwrap().healthy.is_empty());
 }

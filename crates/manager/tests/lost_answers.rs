@@ -13,8 +13,8 @@ use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{GroupOptions, InMemoryStore, ReduceOp, Result, Step, Store, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
-const KEY_MANAGER: &str = "oxccl/manager_address";
-const KEY_REPLICA_ID: &str = "oxccl/replica_id";
+/// Under it stands where rank 0 is.
+const KEY: &str = "oxccl/manager";
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))
@@ -112,12 +112,12 @@ fn a_vote_whose_answer_was_lost_is_cast_again_and_the_ranks_stay_at_one_step() {
     let meet = Arc::new(InMemoryStore::new());
     let mut first = rank(0, &url, meet.clone());
     // Rank 1 is told an address with the line in between.
-    let address = String::from_utf8(meet.get(KEY_MANAGER, soon()).unwrap()).unwrap();
-    let line = Line::to(&address);
+    let told = String::from_utf8(meet.get(KEY, soon()).unwrap()).unwrap();
+    let (address, id) = told.split_once('\n').unwrap();
+    let line = Line::to(address);
     let other_meet = Arc::new(InMemoryStore::new());
-    other_meet.set(KEY_MANAGER, line.url.as_bytes(), soon()).unwrap();
-    let id = meet.get(KEY_REPLICA_ID, soon()).unwrap();
-    other_meet.set(KEY_REPLICA_ID, &id, soon()).unwrap();
+    let told = format!("{}\n{id}", line.url);
+    other_meet.set(KEY, told.as_bytes(), soon()).unwrap();
     let mut second = rank(1, &url, other_meet);
 
     std::thread::scope(|scope| {

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use crate::locate;
 use crate::types::{Comm, Config, DataType, RedOp, ResultCode, Stream, UniqueId, Version};
 
-/// The oldest version that is used: the first with everything in the required half of [`Api`].
-pub const OLDEST: Version = Version::new(2, 19, 0);
+/// The oldest version that is used. Before it what a non-blocking call leaves to do lies in thread-local memory of the thread that made it,
+/// and a thread of the library writes there when the caller's may have ended: joining and splitting are on threads that end.
+pub const OLDEST: Version = Version::new(2, 27, 0);
 
 /// Why there is no library.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +26,7 @@ pub enum OpenError {
         tried: String,
     },
     /// The file is a library, but not (a whole) NCCL.
-    #[error("{} has no function {symbol}: it is not NCCL 2.19 or later", path.display())]
+    #[error("{} has no function {symbol}: it is not NCCL {OLDEST} or later", path.display())]
     MissingSymbol {
         /// The file.
         path: PathBuf,

@@ -1,4 +1,4 @@
-//! NCCL's C types, written by hand from its documentation and checked against the headers of 2.19 to 2.30.
+//! NCCL's C types, written by hand from its documentation and checked against the headers of 2.27 to 2.30.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::fmt;
@@ -61,7 +61,7 @@ pub mod dtype {
     pub const FLOAT64: DataType = 8;
     /// bfloat16.
     pub const BFLOAT16: DataType = 9;
-    /// OCP E4M3 (2.24; reduced on compute capability 9.0 and later).
+    /// OCP E4M3 (reduced on compute capability 9.0 and later).
     pub const FLOAT8_E4M3: DataType = 10;
     /// OCP E5M2 (as above).
     pub const FLOAT8_E5M2: DataType = 11;
@@ -128,8 +128,7 @@ impl fmt::Display for Version {
 pub const UNDEFINED: c_int = c_int::MIN;
 const MAGIC: c_uint = 0xCAFE_BEEF;
 
-/// `ncclConfig_t`. Newer versions append fields; a library reads `size` bytes and takes its defaults for the rest, so
-/// [`Config::new`] states the size that the version at hand knows.
+/// `ncclConfig_t`. Versions append fields: a library reads `size` bytes and takes its defaults for the rest.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Config {
@@ -148,30 +147,17 @@ pub struct Config {
     pub net_name: *const c_char,
     /// 1: a split communicator shares its parent's resources.
     pub split_share: c_int,
-    /// The traffic class of the network (2.26).
+    /// The traffic class of the network.
     pub traffic_class: c_int,
-    /// The communicator's name in the library's own reports (2.27); a C string that outlives the call.
+    /// The communicator's name in the library's own reports; a C string that outlives the communicator.
     pub comm_name: *const c_char,
 }
 
 impl Config {
-    /// The first version that reads `traffic_class`.
-    pub const TRAFFIC_CLASS: Version = Version::new(2, 26, 0);
-    /// The first version that reads `comm_name`.
-    pub const COMM_NAME: Version = Version::new(2, 27, 0);
-
-    /// Everything undefined, as large as `version` reads it.
+    /// Everything undefined, for a library of this version.
     pub fn new(version: Version) -> Self {
-        let whole = if version >= Self::COMM_NAME {
-            size_of::<Self>()
-        } else if version >= Self::TRAFFIC_CLASS {
-            // The padding after the last field belongs to the struct of that version.
-            std::mem::offset_of!(Self, comm_name)
-        } else {
-            std::mem::offset_of!(Self, traffic_class).next_multiple_of(align_of::<Self>())
-        };
         Self {
-            size: whole,
+            size: size_of::<Self>(),
             magic: MAGIC,
             version: version.0,
             blocking: UNDEFINED,
@@ -183,11 +169,6 @@ impl Config {
             traffic_class: UNDEFINED,
             comm_name: ptr::null(),
         }
-    }
-
-    /// The stated size in bytes.
-    pub fn size(&self) -> usize {
-        self.size
     }
 }
 
@@ -203,18 +184,9 @@ mod tests {
     }
 
     #[test]
-    fn a_config_is_as_large_as_its_version_reads_it() {
-        // Offsets of the C struct on 64-bit machines; before 2.26 the last four bytes are padding.
-        for (version, size) in [
-            ((2, 19, 3), 48),
-            ((2, 25, 1), 48),
-            ((2, 26, 2), 48),
-            ((2, 27, 3), 56),
-            ((2, 30, 7), 56),
-        ] {
-            let config = Config::new(Version::new(version.0, version.1, version.2));
-            assert_eq!(config.size(), size, "{version:?}");
-        }
+    fn a_config_lies_as_the_c_struct_does() {
+        // On 64-bit machines.
+        assert_eq!(size_of::<Config>(), 56);
         assert_eq!(std::mem::offset_of!(Config, net_name), 32);
         assert_eq!(std::mem::offset_of!(Config, traffic_class), 44);
     }

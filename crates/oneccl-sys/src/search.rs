@@ -3,7 +3,8 @@
 //! 1. `OXCCL_XCCL_PATH`: the file, or a folder that has it (itself or in `lib`). If it is set, nothing else is tried.
 //! 2. `CCL_ROOT` (set by Intel's `setvars.sh` and by modules): `$CCL_ROOT/lib`.
 //! 3. What `pip install oneccl` made: its libraries go into the `lib` folder of the Python installation, which is taken
-//!    from `VIRTUAL_ENV`, `CONDA_PREFIX`, the first `python3` on `PATH`, and `~/.local`.
+//!    from `VIRTUAL_ENV`, `CONDA_PREFIX`, the first `python3` on `PATH` (as it is found there, and where its link leads),
+//!    and `~/.local`.
 //! 4. The loader's own path (`LD_LIBRARY_PATH`, `ldconfig`).
 
 use std::path::{Path, PathBuf};
@@ -56,7 +57,7 @@ fn find_with(variable: impl Fn(&str) -> Option<PathBuf>) -> Found {
             try_file(&mut found, prefix.join("lib").join(LIBRARY), name);
         }
     }
-    if let Some(prefix) = variable("PATH").and_then(|path| python_prefix(&path)) {
+    for prefix in variable("PATH").iter().flat_map(|path| python_prefixes(path)) {
         try_file(&mut found, prefix.join("lib").join(LIBRARY), "python3 on PATH");
     }
     if let Some(home) = variable("HOME") {
@@ -69,13 +70,22 @@ fn find_with(variable: impl Fn(&str) -> Option<PathBuf>) -> Found {
     found
 }
 
-/// The folder above `bin` of the first `python3`.
-fn python_prefix(path: &Path) -> Option<PathBuf> {
-    let program = std::env::split_paths(path)
-        .map(|folder| folder.join("python3"))
-        .find(|p| p.is_file())?;
-    let program = program.canonicalize().unwrap_or(program);
-    Some(program.parent()?.parent()?.to_path_buf())
+/// The folders above `bin` of the first `python3`: that of the virtual environment that it is the link of, if it is one, and that of the
+/// installation itself.
+fn python_prefixes(path: &Path) -> Vec<PathBuf> {
+    let mut programs = std::env::split_paths(path).map(|folder| folder.join("python3"));
+    let Some(program) = programs.find(|p| p.is_file()) else {
+        return Vec::new();
+    };
+    let prefix = |program: &Path| Some(program.parent()?.parent()?.to_path_buf());
+    let itself = program.canonicalize().ok();
+    let mut prefixes: Vec<PathBuf> = [Some(program), itself]
+        .into_iter()
+        .flatten()
+        .filter_map(|program| prefix(&program))
+        .collect();
+    prefixes.dedup();
+    prefixes
 }
 
 #[cfg(test)]
@@ -111,6 +121,24 @@ mod tests {
         assert!(nowhere.searched[0].contains("nowhere"), "{:?}", nowhere.searched);
         std::fs::remove_dir_all(root).unwrap();
         std::fs::remove_dir_all(other).unwrap();
+    }
+
+    #[test]
+    fn the_first_python_on_the_path_stands_for_its_virtual_environment_and_then_for_its_installation() {
+        let (python, venv) = (folder("python", "bin/python3"), folder("env", "bin/activate"));
+        std::os::unix::fs::symlink(python.join("bin/python3"), venv.join("bin/python3")).unwrap();
+        let found = || find_with(|name| (name == "PATH").then(|| venv.join("bin")));
+        let library = |root: &Path| {
+            std::fs::create_dir_all(root.join("lib")).unwrap();
+            std::fs::write(root.join("lib").join(LIBRARY), "").unwrap();
+            root.canonicalize().unwrap().join("lib").join(LIBRARY)
+        };
+        let in_python = library(&python);
+        assert_eq!(found().file.unwrap().canonicalize().unwrap(), in_python);
+        let in_venv = library(&venv);
+        assert_eq!(found().file.unwrap().canonicalize().unwrap(), in_venv);
+        std::fs::remove_dir_all(python).unwrap();
+        std::fs::remove_dir_all(venv).unwrap();
     }
 
     #[test]

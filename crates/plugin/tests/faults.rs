@@ -30,6 +30,8 @@ mod build;
 
 /// A program that makes this test's `loader` load the library that it names.
 const LOADER: &str = "OXCCL_TEST_LOADER";
+/// The helper with which that program tries once more.
+const THEN: &str = "OXCCL_TEST_THEN";
 /// Ranks; the last one's plugin fails.
 const WORLD: u32 = 3;
 
@@ -224,10 +226,17 @@ fn load_from_a_library(library: &Path) -> String {
     options
         .hints
         .insert("load".into(), library.to_string_lossy().into_owned());
-    match loader.factory.create(&Device::CPU, &options) {
+    let load = || match loader.factory.create(&Device::CPU, &options) {
         Ok(_) => "a loader made a group".to_string(),
         Err(e) => e.to_string(),
-    }
+    };
+    let said = load();
+    let Some(right) = std::env::var_os(THEN) else {
+        return said;
+    };
+    // SAFETY: the only thread.
+    unsafe { std::env::set_var(oxccl_plugin::ENV_HELPER, right) };
+    format!("{said}; then {}", load())
 }
 
 /// Where this crate is in a library, the program that tries plugins is the one that `OXCCL_HELPER` names, else `oxccl` from
@@ -246,7 +255,7 @@ fn helper(library: &Path) {
             .env_remove(oxccl_plugin::ENV_HELPER)
             .env("PATH", path);
         if let Some(helper) = helper {
-            command.env(oxccl_plugin::ENV_HELPER, helper);
+            command.env(oxccl_plugin::ENV_HELPER, helper).env(THEN, &on_path);
         }
         let output = command.output().unwrap();
         assert!(output.status.success(), "{output:?}");
@@ -262,8 +271,13 @@ fn helper(library: &Path) {
     let named = say(empty.path(), Some(&on_path));
     assert!(named.contains("loaded: "), "{named}");
     let wrong = say(folder.path(), Some(Path::new("/nowhere/oxccl")));
+    let (wrong, then) = wrong.split_once("; then ").unwrap();
     assert!(
         wrong.contains("/nowhere/oxccl") && !wrong.contains("loaded: "),
         "{wrong}"
+    );
+    assert!(
+        then.contains("loaded: "),
+        "a trial that was not made is kept: {then}"
     );
 }

@@ -88,6 +88,8 @@ pub struct QuorumResult {
     pub serves_spares: bool,
     /// Spares of earlier quorums fetch still: what was published for them stays.
     pub keeps_snapshot: bool,
+    /// All that contribute say that the run ends with this step: nothing is reduced in it. Who healed into it may not know.
+    pub closes: bool,
 }
 
 /// The lineage that counts at `max_step`: the one that most members hold, the lowest id's in a tie.
@@ -149,6 +151,7 @@ struct Shape {
     behind: Vec<usize>,
     sources: Vec<usize>,
     contributors: usize,
+    closes: bool,
 }
 
 /// What all members are told alike.
@@ -203,11 +206,12 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
         }
         let own_work = |i: usize| members.get(i).is_some_and(|m| !m.healed);
         let any = sources.iter().any(|&i| own_work(i));
-        let mut contributors = 0;
+        let (mut contributors, mut closes) = (0, true);
         for &i in &sources {
             if let Some(place) = places.get_mut(i).filter(|_| !any || own_work(i)) {
                 place.contributor = Some(contributors);
                 contributors += 1;
+                closes &= members.get(i).is_some_and(|m| m.is_last);
             }
         }
         let first = up_to_date.first().and_then(|&i| members.get(i));
@@ -237,6 +241,7 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
             behind,
             sources,
             contributors,
+            closes,
         };
         Ok(Self {
             quorum,
@@ -327,6 +332,7 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
             lineage: shared.lineage.clone(),
             contributor_rank: place.contributor.map(rank).transpose()?,
             contributor_world_size: rank(shape.contributors)?,
+            closes: shape.closes,
             ..QuorumResult::default()
         };
         let (number, count) = (shape.sources.len().min(MAX_SOURCES), shape.sources.len().max(1));

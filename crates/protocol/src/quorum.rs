@@ -51,7 +51,7 @@ mod timeline;
 mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
-pub use fields::cut;
+pub use fields::{check_id, cut};
 pub use operator::{Order, OrderKind};
 pub use recent::{Departure, Fate};
 pub use record::{Eviction, Record};
@@ -336,6 +336,11 @@ impl LighthouseState {
         self.quorum_id
     }
 
+    /// The epoch that members are in: the last one, or the one before a restart. The present id may be newer then, and no replica has it.
+    fn present_epoch(&self) -> Option<Epoch> {
+        self.job.as_ref().map(|job| job.epoch)
+    }
+
     fn is_previous(&self, id: &str) -> bool {
         self.roster.get(id).is_some_and(|e| e.member)
     }
@@ -380,7 +385,7 @@ impl LighthouseState {
 
     fn report(&mut self, id: &str, quorum_id: Epoch, reason: &str, actions: &mut Vec<Action>) {
         // The first report ends the epoch; more of them say nothing new. Strangers have no say.
-        if quorum_id == self.quorum_id && self.is_previous(id) && self.aborted.is_none() {
+        if self.present_epoch() == Some(quorum_id) && self.is_previous(id) && self.aborted.is_none() {
             self.abort(&format!("{id} reported: {}", cut(reason)), None, actions);
         }
     }
@@ -394,10 +399,9 @@ impl LighthouseState {
         }
     }
 
-    /// Ends the present epoch, or the one before a restart.
+    /// Ends the present epoch.
     fn abort(&mut self, reason: &str, departed: Option<&str>, actions: &mut Vec<Action>) {
-        let present = self.previous.as_ref().map(|quorum| quorum.quorum_id);
-        let Some(quorum_id) = present.or(self.job.as_ref().map(|job| job.epoch)) else {
+        let Some(quorum_id) = self.present_epoch() else {
             return;
         };
         let event = AbortEpoch {

@@ -185,18 +185,23 @@ impl Rank {
         (place, answer.contributor_world_size.min(most))
     }
 
-    /// Takes up a state that was loaded before the first quorum. Errors: `InvalidState` after it.
+    /// Takes up a state that was loaded before the first quorum. Errors: `InvalidState` once one was asked for.
     pub fn restore(&mut self, step: Step, lineage: Lineage, batches_committed: i64) -> Result<(), Error> {
-        if self.epoch.is_some() {
+        if self.questions > 0 {
             return Err(Error::new(
                 ErrorKind::InvalidState,
-                "restore comes before the first quorum",
+                "restore comes before the first quorum, and one was asked for: start the replica again",
             ));
         }
         self.step = step;
         self.lineage = lineage;
         self.batches = batches_committed;
         Ok(())
+    }
+
+    /// What is here of the present step is a copy of another replica's work, as after healing into it.
+    pub fn set_healed(&mut self) {
+        self.healed_into = Some(self.step);
     }
 
     /// The step was left without a vote while its reductions were still running: the next quorum is a new epoch.

@@ -36,6 +36,16 @@ const STEP: usize = 1 << 18;
 /// ones go rank by rank, and a rank that is late leaves a link idle and fills another (measured: docs/quantisation.md).
 const SLICE: usize = 1 << 16;
 
+/// Slices of an operation, at most: each costs the delay of its links again, as far as it does not travel beside others.
+const SLICES: usize = 64;
+
+/// Values that travel together where the longest part of an operation has so many: no block lies in two slices of a part.
+pub(crate) fn slice(codec: Codec, longest: usize) -> usize {
+    SLICE
+        .max(longest.div_ceil(SLICES))
+        .next_multiple_of(codec.grain())
+}
+
 /// Whose values a chunk holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
@@ -78,11 +88,6 @@ impl Frame<'_> {
 
     fn step(&self) -> usize {
         STEP.next_multiple_of(self.codec.grain())
-    }
-
-    /// Values that travel together: no block lies in two slices of a part.
-    pub(crate) fn slice(&self) -> usize {
-        SLICE.next_multiple_of(self.codec.grain())
     }
 
     pub(crate) fn go_on(&self) -> Result<()> {

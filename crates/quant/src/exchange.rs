@@ -4,23 +4,25 @@
 //! phases: the parts go to their owners (all-to-all), which sum in f32 in rank order, encode the result and all-gather it. Reduce-scatter
 //! is the first phase alone. The rank that makes bytes decodes them like all others, so that all ranks hold the same bits (INV-3).
 //!
-//! Reductions go slice by slice of every part, several in flight: while one slice is on the wire, the one behind it is encoded and the one before
-//! it summed. The order of the steps and where slices are cut follow from the call alone, and no block lies in two of them: the bits
-//! are those of one slice.
+//! Reductions go slice by slice of every part, several in flight: while slices are on the wire, those behind them are encoded and those before
+//! them summed. A rank that has all in one phase waits for none before its window is full ([`at_once`]); in two phases, whose steps
+//! must come in the same order on all ranks, two slices of each are under way. The order of the steps and where slices are cut follow
+//! from the call alone, and no block lies in two of them: the bits are those of one slice.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use ftcore::engine::Place;
-use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tensor, Work};
+use ftcore::float_mode::DefaultMode;
+use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Status, Tensor, Work};
 
-use crate::chunk::{Frame, Phase};
+use crate::chunk::{Frame, Phase, slice};
 use crate::driver::Below;
 use crate::feedback::{ErrorFeedback, Residuals, Slot};
 use crate::kernels::Piece;
 use crate::options::Accuracy;
 use crate::plan::{Plan, Shape};
-use crate::slices::{Tally, cut, steps, within};
+use crate::slices::{Tally, at_once, cut, steps, within};
 
 /// What an operation found out besides the values.
 #[derive(Debug, Default)]
@@ -57,6 +59,29 @@ fn next(begun: &mut VecDeque<Work>) -> Result<Work> {
     begun
         .pop_front()
         .ok_or_else(|| Error::new(ErrorKind::Internal, "waits for a step that was not begun"))
+}
+
+/// Steps under way, the oldest first.
+struct Window {
+    begun: VecDeque<Work>,
+    most: usize,
+}
+
+impl Window {
+    /// For steps of so many bytes.
+    fn of(bytes: usize) -> Self {
+        Self {
+            begun: VecDeque::new(),
+            most: at_once(bytes),
+        }
+    }
+
+    /// The oldest step, if it is to be ended before another one begins: it is there, or the window is full, or the step that was begun last `was_last`.
+    fn due(&mut self, was_last: bool) -> Option<Work> {
+        let is_there = |work: &Work| !matches!(work.status(), Status::Pending);
+        let due = was_last || self.begun.len() >= self.most || self.begun.front().is_some_and(is_there);
+        if due { self.begun.pop_front() } else { None }
+    }
 }
 
 /// The one f32 tensor that `pieces` are all of, if so: it needs no copy.
@@ -133,23 +158,39 @@ impl Exchange<'_> {
     }
 
     /// Appends a chunk of `slice` of `values`, whose first value has number `first` for rounding; how many are not finite. With `owed`, those
-    /// residuals, one per value, are paid first, and what rounding takes is owed then.
+    /// residuals, one per value, are paid first, and what rounding takes is owed then; each is so many times as large as the value that pays it.
     fn encode(
         &self,
         (phase, contributors): (Phase, u32),
         values: &Tensor,
         (slice, first): (Range<usize>, usize),
-        owed: Option<&mut [f32]>,
+        owed: Option<(&mut [f32], f32)>,
+        bytes: &mut Vec<u8>,
+    ) -> Result<usize> {
+        // A rank that contributes nothing pays nothing.
+        let Some(owed) = owed.filter(|_| contributors > 0) else {
+            return self
+                .frame
+                .write((phase, contributors), values, slice, first, bytes);
+        };
+        let _mode = DefaultMode::set();
+        self.encode_owed((phase, contributors), values, (slice, first), owed, bytes)
+    }
+
+    /// In the thread's own mode for floats, so not inlined: see [`DefaultMode`].
+    #[inline(never)]
+    fn encode_owed(
+        &self,
+        (phase, contributors): (Phase, u32),
+        values: &Tensor,
+        (slice, first): (Range<usize>, usize),
+        (owed, times): (&mut [f32], f32),
         bytes: &mut Vec<u8>,
     ) -> Result<usize> {
         let frame = &self.frame;
-        // A rank that contributes nothing pays nothing.
-        let Some(owed) = owed.filter(|_| contributors > 0) else {
-            return frame.write((phase, contributors), values, slice, first, bytes);
-        };
         let values = values.as_slice::<f32>()?.get(slice).unwrap_or_default();
         for (residual, value) in owed.iter_mut().zip(values) {
-            *residual += value;
+            *residual = *residual / times + value;
         }
         let whole = Tensor::from_vec(owed.to_vec());
         let all = 0..whole.count();
@@ -160,7 +201,7 @@ impl Exchange<'_> {
         let mut received = whole;
         frame.read(opened, false, &mut received, all)?;
         for (sent, received) in owed.iter_mut().zip(received.as_slice::<f32>()?) {
-            *sent -= received;
+            *sent = (*sent - received) * times;
         }
         Ok(non_finite)
     }
@@ -263,34 +304,33 @@ impl Exchange<'_> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
         let count = values.count();
-        let size = frame.slice();
+        let world = self.place.world as usize;
+        let size = slice(frame.codec, count);
         let mut residuals = self.residuals(count, &(0..0));
         let mut non_finite = 0;
         let mut tally = Tally::default();
-        let mut begun = VecDeque::new();
+        let mut window = Window::of(frame.len(size) * (1 + world));
+        let mut summed = 0;
         let steps = steps([count], size);
-        for step in 0..=steps {
-            if step < steps {
-                let slice = cut(&(0..count), size, step);
-                let length = frame.len(slice.len());
-                let owed = residuals
-                    .as_mut()
-                    .and_then(|d| d.contributed.get_mut(slice.clone()));
-                let mut bytes = Vec::with_capacity(length);
-                let at = (slice.clone(), slice.start);
-                non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
-                let output = Tensor::zeros(DType::U8, length * self.place.world as usize);
-                let pairs = vec![(Tensor::from_vec(bytes), output)];
-                begun.push_back(below.begin(Collective::AllGatherInto { pairs })?);
+        for step in 0..steps {
+            let slice = cut(&(0..count), size, step);
+            let length = frame.len(slice.len());
+            let owed = contributed(&mut residuals, &slice);
+            let mut bytes = Vec::with_capacity(length);
+            let at = (slice.clone(), slice.start);
+            non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
+            let output = Tensor::zeros(DType::U8, length * world);
+            let pairs = vec![(Tensor::from_vec(bytes), output)];
+            window
+                .begun
+                .push_back(below.begin(Collective::AllGatherInto { pairs })?);
+            while let Some(begun) = window.due(step + 1 == steps) {
+                let slice = cut(&(0..count), size, summed);
+                summed += 1;
+                let gathered = last(below.finish(&begun)?)?;
+                let mut chunks = gathered.bytes().chunks(frame.len(slice.len()));
+                self.sum(&mut chunks, op, (values, slice), &mut tally)?;
             }
-            // The one before, while this one is on its way.
-            let Some(before) = step.checked_sub(1) else {
-                continue;
-            };
-            let slice = cut(&(0..count), size, before);
-            let gathered = last(below.finish(&next(&mut begun)?)?)?;
-            let mut chunks = gathered.bytes().chunks(frame.len(slice.len()));
-            self.sum(&mut chunks, op, (values, slice), &mut tally)?;
         }
         self.owe(residuals);
         Ok(Outcome {
@@ -304,8 +344,8 @@ impl Exchange<'_> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
         let count = values.count();
-        let size = frame.slice();
         let parts = self.parts(count);
+        let size = slice(frame.codec, parts.first().map_or(0, Range::len));
         let mine = parts.get(self.place.rank as usize).cloned().unwrap_or_default();
         let lengths = |step: usize| -> Vec<usize> {
             let slices = parts.iter().map(|p| cut(p, size, step));
@@ -322,9 +362,7 @@ impl Exchange<'_> {
                 let mut bytes = Vec::with_capacity(lengths.iter().sum());
                 for part in &parts {
                     let slice = cut(part, size, step);
-                    let owed = residuals
-                        .as_mut()
-                        .and_then(|d| d.contributed.get_mut(slice.clone()));
+                    let owed = contributed(&mut residuals, &slice);
                     let at = (slice.clone(), slice.start);
                     non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
                 }
@@ -346,16 +384,11 @@ impl Exchange<'_> {
                 let share = if op == ReduceOp::Avg { counted as f32 } else { 1.0 };
                 let within = slice.start - mine.start..slice.end - mine.start;
                 let first = within.start;
-                let mut owed = residuals.as_mut().and_then(|d| d.summed.get_mut(within));
-                if let Some(owed) = &mut owed {
-                    owed.iter_mut().for_each(|d| *d /= share);
-                }
+                let owed = residuals.as_mut().and_then(|d| d.summed.get_mut(within));
+                let owed = owed.map(|owed| (owed, share));
                 let mut bytes = Vec::with_capacity(length);
                 let phase = (Phase::Results, counted);
-                self.encode(phase, &sum, (all, first), owed.as_deref_mut(), &mut bytes)?;
-                if let Some(owed) = owed {
-                    owed.iter_mut().for_each(|d| *d *= share);
-                }
+                self.encode(phase, &sum, (all, first), owed, &mut bytes)?;
                 results.push_back(self.begin_gather(bytes, &lengths(before), below)?);
             }
             // And what became of the one before that.
@@ -403,7 +436,6 @@ impl Exchange<'_> {
     ) -> Result<Outcome> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
-        let size = frame.slice();
         let all = plan.sources.concat();
         // One tensor whose parts are in order needs no copy; anything else is gathered first.
         let whole = match all.as_slice() {
@@ -430,41 +462,40 @@ impl Exchange<'_> {
         let mut residuals = self.residuals(from, &(0..0));
         let mut non_finite = 0;
         let mut tally = Tally::default();
-        let mut begun = VecDeque::new();
+        let size = slice(frame.codec, parts.iter().map(Range::len).max().unwrap_or(0));
+        let mut window = Window::of(frame.len(size) * 2 * parts.len());
+        let mut summed = 0;
         let steps = steps(parts.iter().map(Range::len), size);
-        for step in 0..=steps {
-            if step < steps {
-                let values = match (&whole, all.first()) {
-                    (Some(whole), _) => Some(whole),
-                    (None, Some(first)) => tensors.get(first.tensor),
-                    (None, None) => None,
-                };
-                let values = values
-                    .ok_or_else(|| Error::new(ErrorKind::Internal, "a reduce_scatter without tensors"))?;
-                let slices = parts.iter().map(|p| cut(p, size, step));
-                let lengths: Vec<_> = slices.clone().map(|s| frame.len(s.len())).collect();
-                let mut bytes = Vec::with_capacity(lengths.iter().sum());
-                for slice in slices {
-                    let owed = residuals
-                        .as_mut()
-                        .and_then(|d| d.contributed.get_mut(slice.clone()));
-                    let at = (slice.clone(), slice.start);
-                    non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
-                }
-                let length = frame.len(cut(&(0..mine), size, step).len());
-                begun.push_back(self.begin_exchange(bytes, lengths, length, below)?);
-            }
-            let Some(before) = step.checked_sub(1) else {
-                continue;
+        for step in 0..steps {
+            let values = match (&whole, all.first()) {
+                (Some(whole), _) => Some(whole),
+                (None, Some(first)) => tensors.get(first.tensor),
+                (None, None) => None,
             };
-            let slice = cut(&(0..mine), size, before);
-            let exchanged = last(below.finish(&next(&mut begun)?)?)?;
-            let into = within(target, &slice);
-            self.with_values(tensors, &into, false, |x, sum| {
-                let all = 0..sum.count();
-                let mut chunks = exchanged.bytes().chunks(frame.len(slice.len()));
-                x.sum(&mut chunks, op, (sum, all), &mut tally)
-            })?;
+            let values =
+                values.ok_or_else(|| Error::new(ErrorKind::Internal, "a reduce_scatter without tensors"))?;
+            let slices = parts.iter().map(|p| cut(p, size, step));
+            let lengths: Vec<_> = slices.clone().map(|s| frame.len(s.len())).collect();
+            let mut bytes = Vec::with_capacity(lengths.iter().sum());
+            for slice in slices {
+                let owed = contributed(&mut residuals, &slice);
+                let at = (slice.clone(), slice.start);
+                non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
+            }
+            let length = frame.len(cut(&(0..mine), size, step).len());
+            let begun = self.begin_exchange(bytes, lengths, length, below)?;
+            window.begun.push_back(begun);
+            while let Some(begun) = window.due(step + 1 == steps) {
+                let slice = cut(&(0..mine), size, summed);
+                summed += 1;
+                let exchanged = last(below.finish(&begun)?)?;
+                let into = within(target, &slice);
+                self.with_values(tensors, &into, false, |x, sum| {
+                    let all = 0..sum.count();
+                    let mut chunks = exchanged.bytes().chunks(frame.len(slice.len()));
+                    x.sum(&mut chunks, op, (sum, all), &mut tally)
+                })?;
+            }
         }
         self.owe(residuals);
         Ok(Outcome {
@@ -529,6 +560,15 @@ impl Exchange<'_> {
         }
         self.frame.read(opened, false, values, 0..count)
     }
+}
+
+/// What is owed of a contribution's `slice`.
+fn contributed<'a>(
+    residuals: &'a mut Option<Residuals>,
+    slice: &Range<usize>,
+) -> Option<(&'a mut [f32], f32)> {
+    let owed = residuals.as_mut()?.contributed.get_mut(slice.clone())?;
+    Some((owed, 1.0))
 }
 
 /// True if the pieces are one tensor from its beginning, without gaps.

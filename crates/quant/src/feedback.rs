@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ftcore::float_mode::DefaultMode;
 use ftcore::{Error, ErrorKind, OpKind, Result};
 
 /// What one rank owes. Get it from [`QuantizedGroup::error_feedback`](crate::QuantizedGroup::error_feedback).
@@ -67,7 +68,9 @@ impl Residuals {
         }
     }
 
-    /// The same residuals for a rank that sums `part` now: what it owes of other sums is paid with what it contributes.
+    /// The same residuals for a rank that sums `part` now: what it owes of other sums is paid with what it contributes. In the thread's own mode
+    /// for floats, so not inlined: see [`DefaultMode`].
+    #[inline(never)]
     fn for_part(mut self, part: &Range<usize>) -> Self {
         if self.from == part.start && self.summed.len() == part.len() {
             return self;
@@ -185,6 +188,7 @@ impl ErrorFeedback {
     /// What this rank owes of the slot's `count` values if it sums `part` of them.
     pub(crate) fn residuals(&self, slot: &Slot, count: usize, part: &Range<usize>) -> Residuals {
         let kept = self.lock().kept.get(&slot.name).cloned();
+        let _mode = DefaultMode::set();
         kept.filter(|d| d.contributed.len() == count)
             .unwrap_or_else(|| Residuals::none(count))
             .for_part(part)

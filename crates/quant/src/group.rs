@@ -32,6 +32,7 @@ use crate::{Codec, ErrorFeedback};
 /// - Averages divide by the contributors counted in the same exchange (INV-4).
 /// - `configure` compares format, accuracy and moves with every other rank's through the store: `Mismatch` on all ranks names both (L12).
 /// - A world of one exchanges nothing, so nothing is quantised.
+/// - With error feedback there is no `split`: split the group below before it is wrapped, and wrap what comes of it.
 /// - Tensors are on the host, or on a device that [`BlockKernels`](crate::BlockKernels) are linked in for. A quantised operation comes after what
 ///   the stream in [`SubmitOptions`] had before it, and is over on the device when its work ends.
 /// - Over a group that moves only a device's memory the encoded bytes stay on the device
@@ -117,7 +118,7 @@ impl QuantizedGroup {
                 info.backend
             )));
         }
-        let capabilities = offered(capabilities, codec, options.moves);
+        let capabilities = offered(capabilities, codec, &options);
         let (holding, gone) = channel();
         Ok(Self {
             lifecycle: Lifecycle::new(format!("{}+{}", info.backend, codec.name()), info.name),
@@ -329,7 +330,7 @@ fn stays_on_device(device: &Device, codec: Codec, options: &QuantizeOptions) -> 
 }
 
 /// What the wrapper offers over a group that offers `inner`.
-fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
+fn offered(inner: &Capabilities, codec: Codec, options: &QuantizeOptions) -> Capabilities {
     let floats = DTypeSet::of(&FLOATS);
     let mut reduces = [DTypeSet::NONE; ReduceOp::COUNT];
     for op in REDUCTIONS {
@@ -346,7 +347,9 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
         Feature::ThreadRanks,
         Feature::Split,
     ];
-    let features = kept.into_iter().filter(|f| inner.has(*f));
+    // Nothing would reach the residuals of a group that was split off.
+    let lost = options.error_feedback.then_some(Feature::Split);
+    let features = kept.into_iter().filter(|f| inner.has(*f) && Some(*f) != lost);
     let features = features.fold(FeatureSet::NONE, FeatureSet::with);
     let mut devices = inner.devices.clone();
     for kind in device_kinds() {
@@ -357,7 +360,7 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
     let reduction = |phases: &str| {
         format!("sum and avg of f32, f16 and bf16 in {codec}, {phases}; others are unsupported")
     };
-    let moved = match moves {
+    let moved = match options.moves {
         Moves::Exact => "forwarded bit for bit".to_string(),
         Moves::Quantized => format!("f32, f16 and bf16 in {codec}, others bit for bit"),
     };
@@ -386,7 +389,7 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
         .collect();
     notes.extend(kept);
     // Exact moves are forwarded; what is quantised is read while the results of other ranks come.
-    let exact = match moves {
+    let exact = match options.moves {
         Moves::Exact => inner.ops,
         Moves::Quantized => inner.ops.without(OpKind::AllGatherInPlace),
     };
@@ -447,6 +450,12 @@ impl ProcessGroup for QuantizedGroup {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let named = |e: Error| e.with_op("split");
+        if self.layer.feedback.is_some() {
+            return Err(named(Error::unsupported(
+                "nothing would reach the residuals of a group that is split from one with error feedback; split the group below \
+                 before it is wrapped, and wrap what comes of it",
+            )));
+        }
         let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         // Behind everything queued, as on the other ranks.
         let late = "operations before the split did not end by its deadline";

@@ -7,6 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use ftcore::float_mode::DefaultMode;
 use ftcore::{DType, Device, DeviceKind, Element, Error, Result, Tensor};
 use half::{bf16, f16};
 
@@ -155,6 +156,12 @@ fn not_a_float(dtype: DType) -> Error {
     Error::unsupported(format!("{dtype} is not quantised: only f32, f16 and bf16 are"))
 }
 
+/// In the thread's own mode for floats, so not inlined: see [`DefaultMode`].
+#[inline(never)]
+fn divide_here(values: &mut [f32], divisor: f32) {
+    values.iter_mut().for_each(|v| *v /= divisor);
+}
+
 impl BlockKernels for HostKernels {
     fn zeros(&self, _: &Device, count: usize) -> Result<Tensor> {
         Ok(Tensor::zeros(DType::F32, count))
@@ -230,9 +237,9 @@ impl BlockKernels for HostKernels {
     }
 
     fn divide(&self, values: &mut Tensor, range: Range<usize>, divisor: f32) -> Result<()> {
-        part_mut::<f32>(values, range)?
-            .iter_mut()
-            .for_each(|v| *v /= divisor);
+        let values = part_mut::<f32>(values, range)?;
+        let _mode = DefaultMode::set();
+        divide_here(values, divisor);
         Ok(())
     }
 }

@@ -22,3 +22,4 @@ pub use feedback::ErrorFeedback;
 pub use group::QuantizedGroup;
 pub use kernels::{BlockKernels, DeviceBytes, Piece, StaticBlockKernels, block_kernels};
 pub use options::{Accuracy, CodecChoice, Moves, QuantizeOptions, supports_native_fp8};
+pub use slices::Slices;

@@ -1,4 +1,4 @@
-//! Where an operation is cut into slices, and what its slices must agree on. Pure.
+//! Where an operation is cut into slices, how many of them are under way, and what they must agree on. Pure.
 //!
 //! Slice k of an operation is slice k of every rank's part. Parts may differ in length: behind the end of one its slices are empty, and travel
 //! as a header only.
@@ -7,7 +7,44 @@ use std::ops::Range;
 
 use ftcore::{Error, ErrorKind, Result};
 
+use crate::chunk::{HEADER, slice};
+use crate::codec::Codec;
 use crate::kernels::Piece;
+
+/// Encoded bytes of one operation that are under way at the same time, at most: what goes out and what comes in.
+const WINDOW: usize = 24 << 20;
+/// Slices, at most: the one that a group carries out, and the 16 behind it of which gloo sends the first round ahead.
+const MOST: usize = 17;
+
+/// How many slices of so many bytes may be under way; at least two, so that one is encoded while another is on the wire.
+pub(crate) fn at_once(bytes: usize) -> usize {
+    (WINDOW / bytes.max(1)).clamp(2, MOST)
+}
+
+/// How an all-reduce travels, for a program that foresees how long it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slices {
+    /// Values of a slice of every rank's part.
+    pub values: usize,
+    /// How many slices are under way at the same time.
+    pub at_once: usize,
+}
+
+impl Slices {
+    /// Of an all-reduce of `count` values between `world` ranks.
+    pub fn of(codec: Codec, count: usize, world: usize) -> Self {
+        if world > 2 {
+            let values = slice(codec, count.div_ceil(world));
+            return Self { values, at_once: 2 };
+        }
+        let values = slice(codec, count);
+        let bytes = HEADER + codec.encoded_len(values);
+        Self {
+            values,
+            at_once: at_once(bytes * (world + 1)),
+        }
+    }
+}
 
 /// How many slices of `size` the longest part has; at least one, so that there is a header.
 pub(crate) fn steps(lengths: impl IntoIterator<Item = usize>, size: usize) -> usize {
@@ -73,6 +110,30 @@ mod tests {
 
     fn piece(tensor: usize, range: Range<usize>) -> Piece {
         Piece { tensor, range }
+    }
+
+    #[test]
+    fn an_operation_has_64_slices_at_most_and_as_many_under_way_as_fit_in_the_window() {
+        for codec in Codec::ALL {
+            for count in [0, 1, 1 << 16, (1 << 22) + 1, 26_200_000, 1_000_000_000] {
+                for world in [2, 3, 8] {
+                    let Slices { values, at_once } = Slices::of(codec, count, world);
+                    assert!(values >= 1 << 16 && values.is_multiple_of(codec.grain()));
+                    let part = if world == 2 { count } else { count.div_ceil(world) };
+                    assert!(part.div_ceil(values) <= 64, "{count} values of {world}");
+                    let bytes = at_once * 3 * codec.encoded_len(values);
+                    assert!(at_once == 2 || bytes <= WINDOW, "{bytes} bytes of {codec}");
+                }
+            }
+        }
+        let of = |count, world| {
+            let Slices { values, at_once } = Slices::of(Codec::Int8B64, count, world);
+            (values, at_once)
+        };
+        assert_eq!(of(1 << 22, 2), (1 << 16, MOST));
+        assert_eq!(of(1 << 24, 2), (1 << 18, MOST));
+        assert_eq!(of(1 << 26, 2), (1 << 20, 7));
+        assert_eq!(of(1 << 24, 4), (1 << 16, 2));
     }
 
     #[test]

@@ -2,9 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::ranks::{self, bits, configure, configured, error_of, group, ranks, reduce, soon, values};
+use ftcore::float_mode::foreign::{self, MODES};
 use ftcore::{
     Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
     Tensor,
@@ -487,7 +489,6 @@ fn split_groups_keep_the_options_of_the_group() {
         moves: Moves::Quantized,
         accuracy: Accuracy::Best,
         rounding: Rounding::Stochastic { key: 5 },
-        error_feedback: true,
         ..with(Codec::Int8B64)
     };
     ranks(2, |rank, store| {
@@ -498,9 +499,62 @@ fn split_groups_keep_the_options_of_the_group() {
         let got = sent.take_tensor().unwrap();
         // A broadcast that is exact would keep the small one.
         assert!((got.as_slice::<f32>().unwrap()[1] - 1e-5).abs() > 1e-6, "{got:?}");
-        // With error feedback every reduction is in a step.
-        let refused = child.all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum);
-        let e = refused.err().unwrap().error;
-        assert!(e.to_string().contains("ErrorFeedback::begin"), "{e}");
     });
+}
+
+#[test]
+fn with_error_feedback_the_group_below_is_split_and_not_this_one() {
+    let options = QuantizeOptions {
+        error_feedback: true,
+        ..with(Codec::Int8B64)
+    };
+    ranks(2, |rank, store| {
+        let g = QuantizedGroup::with_options(ranks::gloo(), options.clone()).unwrap();
+        configure(&g, &store, 1, rank, 2).unwrap();
+        assert!(!g.capabilities().has(Feature::Split));
+        let e = g.split(Some(0), 0, soon()).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+        assert!(e.to_string().contains("split the group below"), "{e}");
+        // As it says.
+        let below = ranks::gloo();
+        configure(&*below, &store, 2, rank, 2).unwrap();
+        let child = below.split(Some(0), 0, soon()).unwrap().unwrap();
+        let child = QuantizedGroup::with_options(Arc::from(child), options.clone()).unwrap();
+        configure(&child, &store, 3, rank, 2).unwrap();
+        child.error_feedback().unwrap().begin("w");
+        let (sum, contributors) = reduce(&child, vec![1.0; 8], ReduceOp::Sum, true).unwrap();
+        assert!(contributors == 2 && (sum[0] - 2.0).abs() < 0.02, "{sum:?}");
+    });
+}
+
+#[test]
+fn inv3_the_mode_for_floats_of_one_ranks_threads_changes_no_bit() {
+    // Codes below the normal numbers of their format, which a thread that flushes would decode to 0.
+    let mut beside_a_peak = vec![0.01f32; 300];
+    beside_a_peak.iter_mut().step_by(32).for_each(|v| *v = 1000.0);
+    let small = vec![3e-5f32; 300];
+    for (codec, values) in [(Codec::F16, small), (Codec::MxE4M3, beside_a_peak)] {
+        for mode in MODES {
+            let all = ranks(2, |rank, store| {
+                let body = || {
+                    // On a thread of the group, which is started here and so has this one's mode; and on this one.
+                    let g = group(codec);
+                    configure(&g, &store, 1, rank, 2).unwrap();
+                    let submitted = reduce(&g, values.clone(), ReduceOp::Avg, true).unwrap().0;
+                    let mut blocking = values.clone();
+                    g.all_reduce_slice(&mut blocking, ReduceOp::Sum).unwrap();
+                    g.shutdown(soon()).unwrap();
+                    [submitted, blocking]
+                };
+                match rank {
+                    0 => foreign::with(mode, body),
+                    _ => body(),
+                }
+            });
+            for (zero, one) in all[0].iter().zip(&all[1]) {
+                assert_eq!(bits(zero), bits(one), "{codec}, mode {mode:#x}");
+            }
+            assert!(all[1][1].iter().all(|v| *v > 0.0), "{codec}");
+        }
+    }
 }

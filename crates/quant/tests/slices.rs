@@ -3,9 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::ops::Range;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
-use crate::ranks::{bits, configured, reduce, values};
-use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
+use crate::ranks::{self, bits, configure, configured, ranks, reduce, values};
+use ftcore::{
+    Checked, Completion, DType, Failed, ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result,
+    SubmitOptions, Tensor, Work, Wrapper, execute_by_submit,
+};
 use oxccl_quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup, Rounding};
 
 /// More than two slices of 2^16 values, and not a whole number of anything.
@@ -92,6 +98,28 @@ impl Definition {
     }
 }
 
+/// Tells of each collective that is submitted.
+struct Tells(Arc<dyn ProcessGroup>, Sender<()>);
+
+impl Wrapper for Tells {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &*self.0
+    }
+
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.1.send(()).unwrap();
+        self.0.submit(op, options)
+    }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
+    }
+
+    fn split(&self, color: Option<u32>, key: u32, by: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        self.0.split(color, key, by)
+    }
+}
+
 fn with(codec: Codec, accuracy: Accuracy, error_feedback: bool) -> QuantizeOptions {
     QuantizeOptions {
         codec: codec.into(),
@@ -154,6 +182,21 @@ fn inv3_the_bits_of_an_all_reduce_do_not_depend_on_its_slices() {
 }
 
 #[test]
+fn inv3_nor_do_they_depend_on_slices_that_are_longer_because_there_are_so_many_values() {
+    let codec = Codec::Int8B64;
+    let cheap = |rank: u32| -> Vec<f32> {
+        let values = (0..64 * (1u32 << 16) + 1234).map(|i| i.wrapping_mul(rank + 37) % 1009);
+        values.map(|v| v as f32 - 504.0).collect()
+    };
+    let all = configured(2, &with(codec, Accuracy::Economic, false), |rank, g, _| {
+        reduce(g, cheap(rank), ReduceOp::Sum, true).unwrap().0
+    });
+    let [mut sum, other] = [0, 1].map(|rank| rounded(codec, &cheap(rank)));
+    sum.iter_mut().zip(other).for_each(|(a, b)| *a += b);
+    assert!(all.iter().all(|got| *got == sum));
+}
+
+#[test]
 fn inv3_the_bits_of_a_reduce_scatter_do_not_depend_on_its_slices() {
     // Parts of three, no and one slices, some of them of two tensors.
     let sizes = [PART, 0, 5000];
@@ -191,6 +234,36 @@ fn inv3_the_bits_of_a_reduce_scatter_do_not_depend_on_its_slices() {
         expected.iter_mut().for_each(|v| *v /= 3.0);
         assert!(bits(&pair) == bits(&expected), "rank {rank}");
     }
+}
+
+#[test]
+fn two_ranks_have_all_slices_of_an_operation_under_way_before_they_wait_for_one() {
+    const SLICES: usize = 6;
+    let (tell, told) = channel();
+    let (tell, told) = (Mutex::new(tell), Mutex::new(told));
+    ranks(2, |rank, store| {
+        let gloo: Arc<dyn ProcessGroup> = match rank {
+            0 => Arc::new(Tells(ranks::gloo(), tell.lock().unwrap().clone())),
+            _ => ranks::gloo(),
+        };
+        let g = QuantizedGroup::new(gloo, Codec::Int8B64, Duration::from_secs(20)).unwrap();
+        configure(&g, &store, 1, rank, 2).unwrap();
+        // The other rank has begun nothing, so none of them can end.
+        let begun = || {
+            if rank == 1 {
+                let told = told.lock().unwrap();
+                (0..SLICES).for_each(|_| told.recv_timeout(Duration::from_secs(10)).unwrap());
+            }
+        };
+        begun();
+        let count = SLICES << 16;
+        reduce(&g, values(rank, count), ReduceOp::Sum, true).unwrap();
+        begun();
+        let input = Tensor::from_vec(values(rank, 2 * count));
+        let output = Tensor::zeros(DType::F32, count);
+        let work = g.reduce_scatter_into(input, output, ReduceOp::Sum).unwrap();
+        work.take().unwrap();
+    });
 }
 
 #[test]

@@ -18,4 +18,4 @@ pub use replica::{Healed, Members, Participation, Replica, State, write_commit};
 pub use room::room_for;
 pub use spare::Spare;
 pub use state_dict::{StateDict, StateTensor, check_name, writable};
-pub use states::States;
+pub use states::{States, save_beside};

@@ -64,6 +64,8 @@ pub struct Participation {
     pub contributor_rank: Option<u32>,
     /// The number of replicas that contribute to this attempt.
     pub contributors: u32,
+    /// True if those that contribute close the run with this step, in which nothing is reduced: a replica that came back may not have known.
+    pub closes: bool,
     /// `Some` if this replica took its state over from a peer just now, as a spare or as a member; `took` is the time of all transfers.
     pub healed: Option<Healed>,
     /// The members: how many, and their ids where those are told.
@@ -247,6 +249,10 @@ pub trait Replica {
     /// Far behind, this replica is a member of the next quorum at once, and the others wait while it takes the state; by default it takes it beside
     /// them and misses the steps that they do meanwhile. For steps that take far longer than a transfer, as the rounds of DiLoCo.
     fn set_joins_at_once(&mut self, _at_once: bool) {}
+
+    /// What was restored of the present step is a copy of another replica's work, which that one contributes itself: as after healing into the step, this
+    /// replica does not. Before the first quorum.
+    fn set_healed(&mut self) {}
 
     /// Shows that the training thread moves. The calls above do, too; a loop that computes for long between them calls this now and
     /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).

@@ -305,28 +305,25 @@ impl StateDict {
     /// or one that ends in '/', `Conflict` naming the first name that exists already) nothing has changed.
     pub fn merge(&mut self, prefix: &str, other: Self) -> Result<()> {
         check_prefix(prefix)?;
-        let under = |n: &String| format!("{prefix}/{n}");
-        let mut tensors = other.tensors.keys().map(under);
-        let mut metadata = other.metadata.keys().map(under);
-        let clash = tensors.find(|n| self.tensors.contains_key(n));
-        if let Some(name) = clash.or_else(|| metadata.find(|k| self.metadata.contains_key(k))) {
+        let under = |name: String| format!("{prefix}/{name}");
+        self.add(Self {
+            tensors: other.tensors.into_iter().map(|(n, t)| (under(n), t)).collect(),
+            metadata: other.metadata.into_iter().map(|(k, v)| (under(k), v)).collect(),
+        })
+    }
+
+    /// Puts all of `other` beside what is here. `Conflict` for a name that is taken, with nothing changed.
+    pub fn add(&mut self, other: Self) -> Result<()> {
+        let tensor = other.tensors.keys().find(|n| self.tensors.contains_key(*n));
+        let metadata = || other.metadata.keys().find(|k| self.metadata.contains_key(*k));
+        if let Some(name) = tensor.or_else(metadata) {
             return Err(Error::new(
                 ErrorKind::Conflict,
                 format!("'{name}' is in the state already"),
             ));
         }
-        self.tensors.extend(
-            other
-                .tensors
-                .into_iter()
-                .map(|(n, t)| (format!("{prefix}/{n}"), t)),
-        );
-        self.metadata.extend(
-            other
-                .metadata
-                .into_iter()
-                .map(|(k, v)| (format!("{prefix}/{k}"), v)),
-        );
+        self.tensors.extend(other.tensors);
+        self.metadata.extend(other.metadata);
         Ok(())
     }
 

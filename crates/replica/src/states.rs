@@ -157,6 +157,20 @@ fn saved(key: &str, part: &dyn State) -> Result<StateDict> {
     Ok(own)
 }
 
+/// Saves what a training loop adds to the state of those that train for it, which is in `out` already. Errors: those of `inner`; `InvalidArgument` that
+/// names what both would save: one would heal to the other's values.
+pub fn save_beside(inner: &dyn State, out: &mut StateDict) -> Result<()> {
+    let mut own = StateDict::new();
+    inner.save(&mut own)?;
+    out.add(own).map_err(|e| {
+        let text = format!(
+            "the training loop's own state: {}; let it save this under another name",
+            e.message()
+        );
+        Error::invalid(text).with_source(e)
+    })
+}
+
 fn of_part(key: &str, error: Error) -> Error {
     Error::new(error.kind(), format!("state '{key}': {error}")).with_source(error)
 }

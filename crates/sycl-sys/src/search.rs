@@ -3,7 +3,8 @@
 //! 1. `OXCCL_SYCL_PATH`: the file, or a folder that has it (itself or in `lib`). If it is set, nothing else is tried.
 //! 2. The folder of `OXCCL_XCCL_PATH` (itself or `lib`), where `cargo xtask oneccl --sycl` puts everything together.
 //! 3. What `pip install dpctl` made: `lib/python3.*/site-packages/dpctl` of the Python installation, which is taken from
-//!    `VIRTUAL_ENV`, `CONDA_PREFIX`, the first `python3` on `PATH`, and `~/.local`.
+//!    `VIRTUAL_ENV`, `CONDA_PREFIX`, the first `python3` on `PATH` (as it is found there, and where its link leads), and
+//!    `~/.local`.
 //! 4. The loader's own path (`LD_LIBRARY_PATH`, `ldconfig`).
 
 use std::path::{Path, PathBuf};
@@ -72,8 +73,8 @@ fn find_with(variable: impl Fn(&str) -> Option<PathBuf>) -> Found {
     for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
         prefixes.extend(variable(name).map(|p| (p, name)));
     }
-    let python = variable("PATH").and_then(|path| python_prefix(&path));
-    prefixes.extend(python.map(|p| (p, "python3 on PATH")));
+    let python = variable("PATH").map(|path| python_prefixes(&path));
+    prefixes.extend(python.into_iter().flatten().map(|p| (p, "python3 on PATH")));
     prefixes.extend(variable("HOME").map(|h| (h.join(".local"), "~/.local")));
     for (prefix, of) in prefixes {
         for packages in site_packages(&prefix) {
@@ -104,13 +105,22 @@ fn site_packages(prefix: &Path) -> Vec<PathBuf> {
     folders.filter(|p| p.is_dir()).collect()
 }
 
-/// The folder above `bin` of the first `python3`.
-fn python_prefix(path: &Path) -> Option<PathBuf> {
-    let program = std::env::split_paths(path)
-        .map(|folder| folder.join("python3"))
-        .find(|p| p.is_file())?;
-    let program = program.canonicalize().unwrap_or(program);
-    Some(program.parent()?.parent()?.to_path_buf())
+/// The folders above `bin` of the first `python3`: that of the virtual environment that it is the link of, if it is one, and that of the
+/// installation itself.
+fn python_prefixes(path: &Path) -> Vec<PathBuf> {
+    let mut programs = std::env::split_paths(path).map(|folder| folder.join("python3"));
+    let Some(program) = programs.find(|p| p.is_file()) else {
+        return Vec::new();
+    };
+    let prefix = |program: &Path| Some(program.parent()?.parent()?.to_path_buf());
+    let itself = program.canonicalize().ok();
+    let mut prefixes: Vec<PathBuf> = [Some(program), itself]
+        .into_iter()
+        .flatten()
+        .filter_map(|program| prefix(&program))
+        .collect();
+    prefixes.dedup();
+    prefixes
 }
 
 #[cfg(test)]
@@ -167,6 +177,24 @@ mod tests {
             [file.parent().unwrap().to_path_buf(), venv.join("lib")]
         );
         std::fs::remove_dir_all(beside).unwrap();
+        std::fs::remove_dir_all(venv).unwrap();
+    }
+
+    #[test]
+    fn the_first_python_on_the_path_stands_for_its_virtual_environment_and_then_for_its_installation() {
+        const PLACE: &str = "lib/python3.12/site-packages/dpctl/libDPCTLSyclInterface.so";
+        let (python, venv) = (folder("python", PLACE), folder("env", "bin/activate"));
+        folder("python", "bin/python3");
+        std::os::unix::fs::symlink(python.join("bin/python3"), venv.join("bin/python3")).unwrap();
+        let found = || {
+            find_with(|name| (name == "PATH").then(|| venv.join("bin")))
+                .file
+                .unwrap()
+        };
+        assert!(found().starts_with(python.canonicalize().unwrap()));
+        folder("env", PLACE);
+        assert!(found().starts_with(&venv));
+        std::fs::remove_dir_all(python).unwrap();
         std::fs::remove_dir_all(venv).unwrap();
     }
 

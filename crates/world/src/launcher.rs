@@ -179,8 +179,7 @@ impl Environment<'_> {
             // torchrun's agent has a store there already, which outlives the processes that it starts again.
             let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
             if launcher.name == "torchrun" && agent.is_some_and(|v| v.eq_ignore_ascii_case("true")) {
-                let attempt = self.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
-                return Ok(Meeting::Served { address, attempt });
+                return Ok(Meeting::Served(address));
             }
             return Ok(Meeting::Tcp(address));
         }
@@ -361,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn under_torchruns_agent_all_ranks_are_clients_of_its_store_and_each_attempt_has_its_own_keys() {
+    fn under_torchruns_agent_all_ranks_are_clients_of_its_store_whatever_its_count_of_attempts() {
         let torchrun = |more: &[(&'static str, &'static str)]| {
             let pairs = [
                 ("RANK", "0"),
@@ -371,14 +370,11 @@ mod tests {
             ];
             from(&[&pairs, more].concat())
         };
-        let served = |attempt| Meeting::Served {
-            address: "h:7".to_string(),
-            attempt,
-        };
+        let served = Meeting::Served("h:7".to_string());
         let agent = ("TORCHELASTIC_USE_AGENT_STORE", "True");
-        assert_eq!(torchrun(&[agent]).unwrap().meeting, served(0));
+        assert_eq!(torchrun(&[agent]).unwrap().meeting, served);
         let again = torchrun(&[agent, ("TORCHELASTIC_RESTART_COUNT", "2")]).unwrap();
-        assert_eq!(again.meeting, served(2));
+        assert_eq!(again.meeting, served);
         let off = torchrun(&[("TORCHELASTIC_USE_AGENT_STORE", "False")]).unwrap();
         assert_eq!(off.meeting, tcp("h:7"));
     }

@@ -19,6 +19,7 @@ mod objects;
 mod one_host;
 mod order;
 mod place;
+mod rounds;
 mod spec;
 mod world;
 

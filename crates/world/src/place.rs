@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Error, ErrorKind, FileStore, PrefixStore, Result, Store, TcpStore, TcpStoreServer, deadline_in,
+    Cancel, Error, ErrorKind, FileStore, PrefixStore, Result, Store, TcpStore, TcpStoreServer, deadline_in,
     split_address,
 };
 
 use crate::launcher::Environment;
 use crate::one_host::{self, RemovedFile};
+use crate::rounds;
 
 /// How long the process that has the address of rank 0 may take to say whether it is one.
 const ASK: Duration = Duration::from_secs(2);
@@ -42,13 +43,9 @@ pub struct Place {
 pub enum Meeting {
     /// Rank 0 listens there (`host:port`), the others connect.
     Tcp(String),
-    /// Another program's store listens there and outlives this job's processes, such as that of torchrun's agent: all ranks connect.
-    Served {
-        /// `host:port`.
-        address: String,
-        /// How often the processes were started again: each attempt has keys of its own.
-        attempt: u32,
-    },
+    /// Another program's store listens there (`host:port`) and may outlive this job's processes, such as that of torchrun's agent: all ranks
+    /// connect, and those that live come together in it.
+    Served(String),
     /// All ranks are on this host, below one process that started them: they meet in a file named after it.
     OneHost {
         /// Set in the environment of the ranks, and not in that of the process that started them.
@@ -146,8 +143,13 @@ impl Place {
     /// Opens the store at which the ranks meet. What comes with it must live as long as any rank needs the store.
     ///
     /// Errors: `Timeout` or `Unavailable` if nothing listens there before `deadline`; `Conflict` or `Io` if rank 0 cannot; `Conflict` if another
-    /// process says that it is this rank.
+    /// process says that it is this rank; `Timeout` if the store is another program's and not all ranks come to it by then.
     pub fn open(&self, deadline: Instant) -> Result<(Arc<dyn Store>, Host)> {
+        self.open_under(deadline, &Cancel::default())
+    }
+
+    /// [`open`](Self::open), whose wait for the other ranks `cancel` ends.
+    pub(crate) fn open_under(&self, deadline: Instant, cancel: &Cancel) -> Result<(Arc<dyn Store>, Host)> {
         let mut host = Host::default();
         let store: Arc<dyn Store> = match &self.meeting {
             Meeting::Tcp(address) => {
@@ -156,9 +158,11 @@ impl Place {
                 }
                 Arc::new(TcpStore::connect(address, deadline)?)
             }
-            Meeting::Served { address, attempt } => {
-                let store = Arc::new(TcpStore::connect(address, deadline)?);
-                Arc::new(PrefixStore::new(store, format!("oxccl/attempt-{attempt}")))
+            Meeting::Served(address) => {
+                let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline)?);
+                let ranks = (self.rank, self.world_size);
+                let met = rounds::meet(&cancel.over(&store), ranks, address, deadline)?;
+                return Ok((Arc::new(PrefixStore::new(store, met)), host));
             }
             Meeting::File(path) => Arc::new(FileStore::open(path)?),
             Meeting::OneHost { variable } => {
@@ -307,5 +311,134 @@ mod tests {
             "{text}"
         );
         drop(first);
+    }
+
+    /// One process under an agent whose store is `store`: it meets the others, and says which keys are its own.
+    fn meets(store: &TcpStoreServer, rank: u32, world_size: u32) -> Result<Arc<dyn Store>> {
+        let place = Place {
+            rank,
+            world_size,
+            local_rank: None,
+            meeting: Meeting::Served(store.local_addr().to_string()),
+        };
+        let soon = deadline_in(Duration::from_secs(60));
+        place.open(soon).map(|(store, _)| store)
+    }
+
+    /// An attempt with these ranks, in the order in which they come: each finds what the others have left, and nothing else.
+    fn attempt(store: &TcpStoreServer, ranks: &[u32], name: &str) {
+        let soon = deadline_in(Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            for rank in ranks {
+                scope.spawn(move || {
+                    let own = meets(store, *rank, ranks.len() as u32).unwrap();
+                    assert!(!own.check(&["before"], soon).unwrap(), "{name}, rank {rank}");
+                    own.add("met", 1, soon).unwrap();
+                    own.barrier("all", ranks.len() as u32, soon).unwrap();
+                    assert_eq!(own.get("met", soon).unwrap(), ranks.len().to_string().as_bytes());
+                    own.set("before", b"", soon).unwrap();
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn under_one_store_each_attempt_meets_anew_whatever_its_size() {
+        let store = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        for (name, ranks) in [
+            ("first", &[0, 1][..]),
+            ("again", &[1, 0]),
+            ("larger", &[2, 0, 1]),
+            ("alone", &[0]),
+            ("last", &[0, 1]),
+        ] {
+            attempt(&store, ranks, name);
+        }
+    }
+
+    #[test]
+    fn ranks_that_wait_follow_the_rank_0_that_is_started_again() {
+        let store = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let keys = PrefixStore::new(client(&store), "oxccl");
+        let soon = deadline_in(Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| meets(&store, 0, 3));
+            keys.wait(&["round-1/here/0"], soon).unwrap();
+            let one = scope.spawn(|| meets(&store, 1, 3));
+            keys.wait(&["round-1/here/1"], soon).unwrap();
+            // Rank 0 is started again before rank 2 has come: its first process is told, and the others go on with the second.
+            let second = scope.spawn(|| meets(&store, 0, 3));
+            let e = first.join().unwrap().err().unwrap();
+            assert_eq!(e.kind(), ErrorKind::Conflict, "{e}");
+            assert!(e.to_string().contains("rank 0 is claimed twice"), "{e}");
+            let two = meets(&store, 2, 3).unwrap();
+            two.set("from", b"2", soon).unwrap();
+            for other in [one, second] {
+                let own = other.join().unwrap().unwrap();
+                assert_eq!(own.get("from", soon).unwrap(), b"2");
+            }
+        });
+    }
+
+    #[test]
+    fn a_process_that_waits_takes_no_part_once_a_later_one_of_its_rank_has_come() {
+        let store = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let keys = PrefixStore::new(client(&store), "oxccl");
+        let soon = deadline_in(Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            let zero = scope.spawn(|| meets(&store, 0, 3));
+            let old = scope.spawn(|| meets(&store, 1, 3));
+            keys.wait(&["round-1/here/1"], soon).unwrap();
+            let new = scope.spawn(|| meets(&store, 1, 3));
+            let e = old.join().unwrap().err().unwrap();
+            assert_eq!(e.kind(), ErrorKind::Conflict, "{e}");
+            assert!(e.to_string().contains("rank 1 is claimed twice"), "{e}");
+            meets(&store, 2, 3).unwrap();
+            for other in [zero, new] {
+                other.join().unwrap().unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn a_wait_for_ranks_that_do_not_come_ends_at_its_deadline_or_with_its_token() {
+        let store = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let place = |rank| Place {
+            rank,
+            world_size: 2,
+            local_rank: None,
+            meeting: Meeting::Served(store.local_addr().to_string()),
+        };
+        for (rank, says) in [(0, "round-1/here/1"), (1, "round 1")] {
+            let e = place(rank)
+                .open(deadline_in(Duration::from_millis(100)))
+                .err()
+                .unwrap();
+            assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+            assert!(e.to_string().contains(says), "{e}");
+        }
+        let store = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let place = |rank| Place {
+            meeting: Meeting::Served(store.local_addr().to_string()),
+            ..place(rank)
+        };
+        for rank in [0, 1] {
+            let cancel = Cancel::default();
+            let long = deadline_in(Duration::from_secs(60));
+            let e = std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| place(rank).open_under(long, &cancel).err().unwrap());
+                client(&store)
+                    .wait(&[&format!("oxccl/came/{rank}")], long)
+                    .unwrap();
+                cancel.cancel(Error::new(ErrorKind::Aborted, "enough"));
+                waiting.join().unwrap()
+            });
+            assert_eq!((e.kind(), e.message()), (ErrorKind::Aborted, "enough"));
+        }
+    }
+
+    fn client(store: &TcpStoreServer) -> Arc<dyn Store> {
+        let soon = deadline_in(Duration::from_secs(60));
+        Arc::new(TcpStore::connect(&store.local_addr().to_string(), soon).unwrap())
     }
 }

@@ -222,7 +222,8 @@ fn says_split(value: Option<&OsStr>) -> Result<bool> {
 /// # Ok::<(), ftcore::Error>(())
 /// ```
 pub struct World {
-    group: Box<dyn ProcessGroup>,
+    group: Arc<dyn ProcessGroup>,
+    /// Its token is that of the groups that are made from this one: they end with it.
     configuration: Configuration,
     options: WorldOptions,
     splits: bool,
@@ -265,7 +266,7 @@ impl Made {
         world_size: u32,
         deadline: Instant,
     ) -> Result<World> {
-        let configuration = Configuration {
+        let mut configuration = Configuration {
             store,
             prefix: "world".to_string(),
             name: "world".to_string(),
@@ -276,8 +277,15 @@ impl Made {
             cancel: self.options.cancel.clone(),
         };
         self.group.configure(configuration.clone())?;
+        let group: Arc<dyn ProcessGroup> = Arc::from(self.group);
+        let watched = Arc::downgrade(&group);
+        configuration.cancel = Cancel::watching(move || {
+            let error = watched.upgrade()?.error()?;
+            let text = format!("the world's group, from which this one is made, failed: {error}");
+            Some(Error::new(error.kind(), text).with_source(error))
+        });
         Ok(World {
-            group: self.group,
+            group,
             configuration,
             options: self.options,
             splits: self.splits,
@@ -292,7 +300,7 @@ impl World {
     /// Errors: those of [`WorldOptions::group`], [`Place::open`] and of the group's `configure`; `InvalidArgument` for a wrong [`ENV_SPLIT_GROUPS`].
     pub fn init(place: &Place, options: WorldOptions, deadline: Instant) -> Result<Self> {
         let made = Made::of(options)?;
-        let (store, host) = place.open(deadline)?;
+        let (store, host) = place.open_under(deadline, &made.options.cancel)?;
         made.connect(store, host, place.rank, place.world_size, deadline)
     }
 
@@ -362,11 +370,12 @@ impl World {
     /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks of the world, with the same
     /// lists and the same backends; one exchange for all of them.
     ///
-    /// With [`ENV_SPLIT_GROUPS`] the backend splits it off the world's group, unless `spec` asks for something that a split would lose.
+    /// With [`ENV_SPLIT_GROUPS`] the backend splits it off the world's group, unless `spec` asks for something that a split would lose. Either way
+    /// the call ends with the world's group, should that fail.
     ///
     /// Errors: `InvalidArgument` for an empty list, a rank that does not exist or is in two places, or an option that a backend does not honour;
-    /// `Mismatch` names a rank that passed other lists or backends; `Unsupported` if groups are to be split and the backend cannot; what
-    /// `configure` of the new group says.
+    /// `Mismatch` names a rank that passed other lists or backends, or does not split where this one does; `Unsupported` if groups are to be split and
+    /// the backend cannot; the failure of the world's group; what `configure` of the new group says.
     pub fn split_group(
         &self,
         partition: &[Vec<u32>],
@@ -374,25 +383,15 @@ impl World {
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
         let named = |e: Error| e.with_op("split_group").with_rank(self.rank());
-        let ballots = ballots(partition, spec, self.world_size()).map_err(named)?;
-        let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
-        // A split has the options and the name of its parent.
-        if self.splits && *spec == GroupSpec::default() {
-            let child = self.group.split(color, key, deadline)?;
-            let wanted = ballots.iter().filter(|(c, _)| *c == color).count();
-            if let Some(found) = child.as_ref().map(|c| c.info().world_size as usize)
-                && found != wanted
-            {
-                let text = format!(
-                    "{wanted} ranks should be in this group, {found} are: not all passed the same lists"
-                );
-                return Err(named(Error::new(ErrorKind::Mismatch, text)));
-            }
-            return Ok(child);
-        }
+        let splits = self.splits_for(spec);
+        let ballots = ballots(partition, spec, splits, self.world_size()).map_err(named)?;
         // Before the exchange: what this rank cannot make is told at once.
         let options = self.options.changed_by(spec).map_err(named)?;
-        let Some(mut configuration) = self.agree(&ballots, LISTS, deadline)? else {
+        let agreed = self.agree(&ballots, LISTS, deadline)?;
+        if splits {
+            return self.split_off(&ballots, deadline);
+        }
+        let Some(mut configuration) = agreed else {
             return Ok(None);
         };
         if let Some(name) = &spec.name {
@@ -408,7 +407,7 @@ impl World {
     ///
     /// Errors: as [`split_group`](Self::split_group).
     pub fn connect(&self, group: &dyn ProcessGroup, ranks: &[u32], deadline: Instant) -> Result<bool> {
-        let ballots = ballots(&[ranks.to_vec()], &GroupSpec::default(), self.world_size())
+        let ballots = ballots(&[ranks.to_vec()], &GroupSpec::default(), false, self.world_size())
             .map_err(|e| e.with_op("connect").with_rank(self.rank()))?;
         match self.agree(&ballots, LISTS, deadline)? {
             Some(configuration) => group.configure(configuration).map(|()| true),
@@ -446,25 +445,49 @@ impl World {
         let backends = specs
             .iter()
             .map(|(kind, spec)| format!("{kind} {}", spec.backends_text()));
-        let text = format!("{:?} {:?}", layout, backends.collect::<Vec<_>>());
+        let splits = |kind: &GroupKind| self.splits_for(specs.get(kind).unwrap_or(&GroupSpec::default()));
+        let split_kinds: Vec<GroupKind> = kinds.into_iter().filter(splits).collect();
+        let text = format!(
+            "{:?} {:?} {:?}",
+            layout,
+            backends.collect::<Vec<_>>(),
+            split_kinds
+        );
         let color = Some(hash(text.into_bytes()));
-        let ballots: Vec<_> = (0..self.world_size()).map(|rank| (color, rank)).collect();
-        let all = self.agree(&ballots, "layout", deadline).map_err(named)?;
+        let said: Vec<_> = (0..self.world_size()).map(|rank| (color, rank)).collect();
+        let all = self.agree(&said, "layout", deadline).map_err(named)?;
         let all = all.ok_or_else(|| Error::new(ErrorKind::Internal, "a layout without this rank"))?;
         let mut split = Vec::new();
-        for kind in kinds.into_iter().filter(|_| self.splits) {
+        for kind in split_kinds {
             let groups = layout.groups(kind)?;
             let several = groups.iter().any(|ranks| ranks.len() > 1);
-            let plain = specs.get(&kind).is_none_or(|spec| *spec == GroupSpec::default());
-            if several
-                && plain
-                && let Some(group) = self.split_group(&groups, &GroupSpec::default(), deadline)?
-            {
+            let ballots = ballots(&groups, &GroupSpec::default(), true, self.world_size()).map_err(named)?;
+            if several && let Some(group) = self.split_off(&ballots, deadline)? {
                 split.push((kind, group));
             }
         }
         let (options, host) = (self.options.clone(), self.host.clone());
         Ok(LayoutGroups::new(layout, specs, options, all, host, split))
+    }
+
+    /// Whether a group with this specification is split off: a split has the options and the name of its parent.
+    fn splits_for(&self, spec: &GroupSpec) -> bool {
+        self.splits && *spec == GroupSpec::default()
+    }
+
+    /// What this rank passes.
+    fn ballot(&self, ballots: &[(Option<u32>, u32)]) -> (Option<u32>, u32) {
+        ballots.get(self.rank() as usize).copied().unwrap_or((None, 0))
+    }
+
+    /// This rank's part of a partition on which all have agreed, split off the world's group; `None` if it has none.
+    fn split_off(
+        &self,
+        ballots: &[(Option<u32>, u32)],
+        deadline: Instant,
+    ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        let (color, key) = self.ballot(ballots);
+        self.group.split(color, key, deadline)
     }
 
     /// How this rank's part of a partition is configured; `None` if it has none. A call of all ranks with the same `what`.
@@ -474,7 +497,7 @@ impl World {
         what: &str,
         deadline: Instant,
     ) -> Result<Option<Configuration>> {
-        let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
+        let (color, key) = self.ballot(ballots);
         let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
         if let Some(other) = split
             .said()
@@ -482,7 +505,9 @@ impl World {
             .position(|(said, wanted)| said != *wanted)
         {
             let other = u32::try_from(other).unwrap_or(u32::MAX);
-            let text = format!("rank {other} did not pass the same {what} and the same backends");
+            let text = format!(
+                "rank {other} did not pass the same {what} and the same backends, or only one of the two splits the group off ({ENV_SPLIT_GROUPS}, or a specification on one of them)"
+            );
             let error = Error::new(ErrorKind::Mismatch, text).with_op("split_group");
             return Err(error.with_rank(self.rank()).with_peer(other));
         }
@@ -497,11 +522,16 @@ impl World {
     }
 }
 
-/// What each rank passes for this partition: (colour, key). The colours depend on all lists and on the backends, so that ranks which pass
-/// different ones cannot take each other for members.
-fn ballots(partition: &[Vec<u32>], spec: &GroupSpec, world_size: u32) -> Result<Vec<(Option<u32>, u32)>> {
-    let mut ballots = vec![(None, 0); world_size as usize];
-    let mut color = fingerprint(partition, spec);
+/// What each rank passes for this partition: (colour, key). The colours, and the keys of ranks that are in no list, depend on all lists, on the
+/// backends and on whether groups are split off, so that ranks which pass different ones cannot take each other for members.
+fn ballots(
+    partition: &[Vec<u32>],
+    spec: &GroupSpec,
+    splits: bool,
+    world_size: u32,
+) -> Result<Vec<(Option<u32>, u32)>> {
+    let mut color = fingerprint(partition, spec, splits);
+    let mut ballots = vec![(None, color); world_size as usize];
     for ranks in partition {
         if ranks.is_empty() {
             return Err(Error::invalid("a list of no ranks; a group has at least one"));
@@ -530,8 +560,8 @@ const LISTS: &str = "lists of ranks";
 /// Libraries take colours as signed numbers of 32 bits.
 const COLORS: u32 = 0x7fff_ffff;
 
-/// Of the lists, their lengths and the backends.
-fn fingerprint(partition: &[Vec<u32>], spec: &GroupSpec) -> u32 {
+/// Of the lists, their lengths, the backends and the way.
+fn fingerprint(partition: &[Vec<u32>], spec: &GroupSpec, splits: bool) -> u32 {
     let words = partition.iter().flat_map(|ranks| {
         let length = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         std::iter::once(length).chain(ranks.iter().copied())
@@ -539,7 +569,8 @@ fn fingerprint(partition: &[Vec<u32>], spec: &GroupSpec) -> u32 {
     hash(
         words
             .flat_map(u32::to_le_bytes)
-            .chain(spec.backends_text().into_bytes()),
+            .chain(spec.backends_text().into_bytes())
+            .chain([u8::from(splits)]),
     )
 }
 
@@ -556,7 +587,7 @@ mod tests {
     use super::*;
 
     fn passed(partition: &[Vec<u32>], world_size: u32) -> Result<Vec<(Option<u32>, u32)>> {
-        ballots(partition, &GroupSpec::default(), world_size)
+        ballots(partition, &GroupSpec::default(), false, world_size)
     }
 
     #[test]

@@ -21,8 +21,10 @@ use oxccl_world::{
     DeviceMesh, GroupKind, GroupSpec, Layout, LayoutSpec, Make, MeshShape, Place, World, WorldOptions,
 };
 
+const LONG: Duration = Duration::from_secs(60);
+
 fn soon() -> Instant {
-    deadline_in(Duration::from_secs(60))
+    deadline_in(LONG)
 }
 
 /// Runs `body` on every rank; the results in rank order.
@@ -295,6 +297,94 @@ fn ranks_that_ask_for_other_backends_are_named_on_every_rank() {
         found,
         [(ErrorKind::Mismatch, Some(1)), (ErrorKind::Mismatch, Some(0))]
     );
+}
+
+#[test]
+fn ranks_of_which_only_one_splits_are_named_on_both() {
+    let named = GroupSpec {
+        name: Some("side".to_string()),
+        ..GroupSpec::default()
+    };
+    // By the variable or the option, and by a specification.
+    for (splits, spec) in [([true, false], None), ([true, true], Some(named))] {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        let on = |rank: u32| {
+            let options = WorldOptions {
+                split_groups: Some(splits[rank as usize]),
+                ..WorldOptions::default()
+            };
+            let world = World::with_store(store.clone(), rank, 2, options, soon()).unwrap();
+            let spec = spec.clone().filter(|_| rank == 1).unwrap_or_default();
+            let deadline = soon();
+            let e = world.new_group(&[0, 1], &spec, deadline).err().unwrap();
+            assert!(Instant::now() < deadline, "it waited for its deadline: {e}");
+            let layout = Layout::new(2, LayoutSpec::default()).unwrap();
+            let specs = BTreeMap::from([(GroupKind::Data, spec)]);
+            let of_layout = world.layout(layout, specs, deadline).err().unwrap();
+            // The world goes on.
+            assert_eq!(sum(world.group(), rank), 3.0);
+            [e, of_layout].map(|e| (e.kind(), e.context().peer))
+        };
+        let (zero, one) = std::thread::scope(|scope| {
+            let one = scope.spawn(|| on(1));
+            (on(0), one.join().unwrap())
+        });
+        assert_eq!(zero, [(ErrorKind::Mismatch, Some(1)); 2], "{splits:?}");
+        assert_eq!(one, [(ErrorKind::Mismatch, Some(0)); 2], "{splits:?}");
+    }
+}
+
+#[test]
+fn a_group_that_another_rank_cannot_make_is_waited_for_no_longer_than_the_world_lasts() {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let on = |rank: u32, body: fn(&World) -> ftcore::Error| {
+        let made = Mutex::new(0);
+        let make: Arc<Make> = Arc::new(move |name, device, options| {
+            let mut made = made.lock().unwrap();
+            *made += 1;
+            // The first is the world's own.
+            match (rank, *made) {
+                (1, 2) => Err(ftcore::Error::new(ErrorKind::Unavailable, "no memory for it")),
+                _ => Registry::global().create(name, device, options),
+            }
+        });
+        let options = WorldOptions {
+            make,
+            split_groups: Some(false),
+            ..WorldOptions::default()
+        };
+        let world = World::with_store(store.clone(), rank, 2, options, soon()).unwrap();
+        let e = body(&world);
+        world.group().abort("cannot");
+        e
+    };
+    let new = |world: &World| {
+        let new = world.new_group(&[0, 1], &GroupSpec::default(), deadline_in(LONG));
+        new.err().unwrap()
+    };
+    let begun = Instant::now();
+    let (zero, one) = std::thread::scope(|scope| {
+        let one = scope.spawn(|| on(1, new));
+        (on(0, new), one.join().unwrap())
+    });
+    assert!(begun.elapsed() < LONG / 4, "it waited for its deadline: {zero}");
+    assert_eq!(one.kind(), ErrorKind::Unavailable, "{one}");
+    assert_eq!(zero.kind(), ErrorKind::Aborted, "{zero}");
+    assert!(zero.to_string().contains("cannot"), "{zero}");
+}
+
+#[test]
+fn what_ended_the_worlds_first_connection_too_late_ends_no_group_that_is_made_later() {
+    let options = WorldOptions::default();
+    let cancel = options.cancel.clone();
+    let sums = ranks_with(2, &options, |world| {
+        // Both are connected.
+        sum(world.group(), world.rank());
+        cancel.cancel(ftcore::Error::new(ErrorKind::Aborted, "too late"));
+        let group = world.new_group(&[0, 1], &GroupSpec::default(), soon());
+        sum(&*group.unwrap().unwrap(), world.rank())
+    });
+    assert_eq!(sums, [3.0, 3.0]);
 }
 
 #[test]

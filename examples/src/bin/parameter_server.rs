@@ -8,13 +8,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Configuration, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, Result, Store,
-    TcpStore, TcpStoreServer, Tensor, deadline_in,
+    Configuration, Epoch, Error, GroupOptions, ProcessGroup, ProcessGroupExt, Result, Store, TcpStore,
+    TcpStoreServer, Tensor, deadline_in,
 };
 use oxccl::gloo::GlooGroup;
 
 const PARAMETERS: usize = 1000;
 const LEARNING_RATE: f32 = 0.1;
+/// How many workers have come so far. A worker's number is also that of its session.
+const WORKERS: &str = "workers";
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(30))
@@ -43,10 +45,10 @@ fn serve() -> Result<()> {
     let parameters = Arc::new(Mutex::new(vec![0.0f32; PARAMETERS]));
     let mut number = 1;
     loop {
-        match store.get(&format!("worker/{number}"), soon()) {
-            Err(e) if e.kind() == ErrorKind::Timeout => continue,
-            other => other?,
-        };
+        // The counter alone says that a worker has come: one that dies behind that call costs its own session only.
+        while store.add(WORKERS, 0, soon())? < number {
+            std::thread::sleep(Duration::from_millis(10));
+        }
         let (store, parameters) = (store.clone(), parameters.clone());
         let thread = std::thread::Builder::new().name("ox-session".to_string());
         let begun = thread.spawn(move || {
@@ -78,8 +80,7 @@ fn attend(group: &GlooGroup, parameters: &Mutex<Vec<f32>>) -> Result<()> {
 /// Gradients of half the squared distance to 3, at the parameters that came last.
 fn work(address: &str, steps: u32) -> Result<()> {
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, soon())?);
-    let number = store.add("workers", 1, soon())?;
-    store.set(&format!("worker/{number}"), &[], soon())?;
+    let number = store.add(WORKERS, 1, soon())?;
     let group = session(&store, number, 1)?;
     let mut now = vec![3.0; PARAMETERS];
     for _ in 0..steps {

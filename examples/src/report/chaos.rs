@@ -88,7 +88,7 @@ pub struct Cost {
     /// States that replicas took over from others.
     pub heals: usize,
     /// Attempts at steps that did not commit, on rank 0 of each replica.
-    pub retried: usize,
+    pub retried: u64,
     /// Steps committed by the job, from the first commit on.
     pub steps: u64,
     /// From the first commit to the last.
@@ -136,10 +136,10 @@ impl Cost {
                 }
                 SupervisorEvent::Replica(e) => match &e.kind {
                     EventKind::Healed { .. } if e.rank == 0 => cost.heals += 1,
-                    EventKind::Commit(commit) if !commit.committed => {
-                        cost.retried += usize::from(e.rank == 0);
-                    }
                     EventKind::Commit(commit) => {
+                        if e.rank == 0 {
+                            cost.retried += u64::from(commit.failed_attempts);
+                        }
                         by_replica.entry(e.replica).or_default().push(e.t_us);
                         let at = steps.entry(commit.step).or_insert(e.t_us);
                         *at = e.t_us.min(*at);

@@ -1,6 +1,7 @@
 use oxccl::launch::{ReplicaEvent, ReplicaState};
 use oxccl_launch::{ReplicaOutcome, StopReason};
 
+use super::chaos::Cost;
 use super::*;
 
 fn facts() -> RunFacts {
@@ -60,16 +61,16 @@ fn commit(
     incarnation: u32,
     t: u64,
     step: u64,
-    committed: bool,
+    failed_attempts: u32,
     inner_ms: f64,
 ) -> SupervisorEvent {
     let commit = Commit {
         step,
         epoch: 1,
-        committed,
+        failed_attempts,
         participants: 2,
         contributors: 2,
-        hash: committed.then(|| format!("hash-of-{step}")),
+        hash: Some(format!("hash-of-{step}")),
         inner_ms,
         sync_ms: 10.0,
         bytes_sent: step * 1000,
@@ -127,16 +128,15 @@ fn a_run_with_a_kill() -> Vec<SupervisorEvent> {
         spawned(0, 0, 0),
         spawned(1, 0, 0),
         step(1, 0, 500, 0),
-        commit(0, 0, 1000, 1, true, 900.0),
-        commit(1, 0, 1001, 1, true, 900.0),
-        commit(0, 0, 2000, 2, true, 900.0),
-        commit(1, 0, 2001, 2, true, 900.0),
+        commit(0, 0, 1000, 1, 0, 900.0),
+        commit(1, 0, 1001, 1, 0, 900.0),
+        commit(0, 0, 2000, 2, 0, 900.0),
+        commit(1, 0, 2001, 2, 0, 900.0),
         step(1, 0, 2200, 19),
         exited(1, 0, Some(9), 2300),
-        // The survivor's attempt fails; with 200 ms more of inner compute it commits alone.
-        commit(0, 0, 2600, 3, false, 300.0),
         spawned(1, 1, 2800),
-        commit(0, 0, 3200, 3, true, 200.0),
+        // The survivor's attempt has failed; with 200 ms more of inner compute it commits alone.
+        commit(0, 0, 3200, 3, 1, 500.0),
         says(
             1,
             1,
@@ -147,8 +147,8 @@ fn a_run_with_a_kill() -> Vec<SupervisorEvent> {
                 ms: 120.0,
             },
         ),
-        commit(0, 0, 4100, 4, true, 850.0),
-        commit(1, 1, 4100, 4, true, 600.0),
+        commit(0, 0, 4100, 4, 0, 850.0),
+        commit(1, 1, 4100, 4, 0, 600.0),
         end(0, 0, 4200, "same", 40),
         end(1, 1, 4200, "same", 10),
         exited(0, 0, None, 4300),
@@ -162,7 +162,7 @@ fn the_stall_is_the_gap_between_commits_less_all_inner_compute_in_it() {
     let report = Report::new(&facts(), &a_run_with_a_kill());
     assert!(report.ok, "{:?}", report.problems);
     assert_eq!(report.exit_code(), 0);
-    // 3200 - 2000 = 1200 ms between the commits of steps 2 and 3, of which 300 + 200 ms were compute.
+    // 3200 - 2000 = 1200 ms between the commits of steps 2 and 3, of which 500 ms were compute.
     let stall = report.longest_stall.clone().unwrap();
     assert_eq!((stall.replica, stall.step, stall.death_of), (0, 3, Some(1)));
     assert_eq!(
@@ -250,9 +250,15 @@ fn bytes_and_steps_of_all_incarnations_count_against_data_parallel() {
 }
 
 #[test]
+fn attempts_that_failed_are_what_a_commit_tells_of_and_are_counted_in_the_cost() {
+    let cost = Cost::new(None, Vec::new(), &a_run_with_a_kill());
+    assert_eq!((cost.retried, cost.restarts, cost.heals), (1, 1, 1));
+}
+
+#[test]
 fn unequal_parameters_fail_the_run() {
     let mut at_the_end = a_run_with_a_kill();
-    at_the_end[16] = end(1, 1, 4200, "other", 10);
+    at_the_end[15] = end(1, 1, 4200, "other", 10);
     let report = Report::new(&facts(), &at_the_end);
     assert_eq!((report.exit_code(), &report.hash), (1, &None));
     assert!(
@@ -308,7 +314,7 @@ fn each_way_to_fail_is_named() {
         replicas: vec![],
     });
     let mut other_step = a_run_with_a_kill();
-    match &mut other_step[15] {
+    match &mut other_step[14] {
         SupervisorEvent::Replica(ReplicaEvent {
             kind: EventKind::Final(end),
             ..
@@ -316,7 +322,7 @@ fn each_way_to_fail_is_named() {
         other => panic!("{other:?}"),
     }
     let mut not_finite = a_run_with_a_kill();
-    match &mut not_finite[15] {
+    match &mut not_finite[14] {
         SupervisorEvent::Replica(ReplicaEvent {
             kind: EventKind::Final(end),
             ..
@@ -328,11 +334,11 @@ fn each_way_to_fail_is_named() {
         ..facts()
     };
     for (events, facts, wanted) in [
-        (without(&[16]), facts(), "replica 1 did not report its end"),
-        (without(&[14]), facts(), "never committed again"),
-        (without(&[19]), facts(), "not watched to its end"),
+        (without(&[15]), facts(), "replica 1 did not report its end"),
+        (without(&[13]), facts(), "never committed again"),
+        (without(&[18]), facts(), "not watched to its end"),
         (
-            [without(&[19]), vec![failed]].concat(),
+            [without(&[18]), vec![failed]].concat(),
             facts(),
             "the deadline of the run passed",
         ),

@@ -24,8 +24,8 @@ struct Copier {
     staging: Staging,
 }
 
-/// The idle copier. It is taken out for a copy and only put back when that has finished: after a failure its memory, which
-/// the device may still touch, is never used again (INV-8).
+/// The idle copier. It is taken out for a copy and not put back when that has failed: its memory, which the device may still touch, is
+/// never used again (INV-8).
 static COPIER: Mutex<Option<Copier>> = Mutex::new(None);
 
 impl Copier {
@@ -39,13 +39,15 @@ impl Copier {
     /// Runs `copy` with a copier whose stream comes after the present end of `stream`.
     fn with(stream: &dyn Stream, copy: impl FnOnce(&'static Runtime, &mut Self) -> Result<()>) -> Result<()> {
         let runtime = runtime()?;
+        let before = stream.record()?;
         let idle = COPIER.lock().unwrap_or_else(PoisonError::into_inner).take();
         let mut copier = idle.map_or_else(|| Self::new(runtime), Ok)?;
-        let before = stream.record()?;
-        copier.stream.wait_for(&*before, deadline_in(COPY_TIME))?;
-        copy(runtime, &mut copier)?;
+        let ordered = copier.stream.wait_for(&*before, deadline_in(COPY_TIME));
+        if ordered.is_ok() {
+            copy(runtime, &mut copier)?;
+        }
         *COPIER.lock().unwrap_or_else(PoisonError::into_inner) = Some(copier);
-        Ok(())
+        ordered
     }
 
     /// One copy, finished when this returns. If it fails the device may still be at it: its memory there is never used again either.

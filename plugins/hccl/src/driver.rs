@@ -91,7 +91,7 @@ impl HcclDriver {
             credentials: credentials.cloned(),
             door,
         };
-        let (runtime, handle, mut meeting) = rendezvous::connect(configuration, terms)?;
+        let (runtime, handle, meeting) = rendezvous::connect(configuration, terms)?;
         let place = Place::of(configuration);
         let comm = Comm(Arc::new(Mutex::new(handle)), &runtime.libraries.hccl);
         let asked = comm.clone();

@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use crate::ftcore::engine::Counters;
-use crate::ftcore::{Collective, DType, Error, ErrorKind, Event, ReduceOp, Result, Tensor};
+use crate::ftcore::{Accelerator, Collective, DType, Error, ErrorKind, Event, ReduceOp, Result, Tensor};
 use crate::raw::hccl::{CommHandle, Hccl, Span, Target};
 use crate::raw::memory::{self, span};
 use crate::raw::synapse::Direction;
-use crate::runtime::Runtime;
+use crate::runtime::{Once, Runtime};
 use crate::stream::{HpuEvent, HpuStream};
 
 /// Messages to or from one peer, in order.
@@ -40,8 +40,8 @@ pub(crate) struct Issuer {
     channels: HashMap<Channel, ChannelStream>,
     /// For batches.
     batches: Option<HpuStream>,
-    /// One zero for barriers.
-    scratch: Tensor,
+    /// For barriers.
+    zero: &'static Tensor,
     /// Bytes of payload, as the usual algorithms move them; the library does not say what it really moved.
     counters: Arc<Counters>,
     /// The communicator is being aborted, or was: its handle leads nowhere.
@@ -64,8 +64,18 @@ impl Part {
     }
 }
 
+/// One zero, to which the barriers of all groups add zeros. It stays for good: a barrier that was given up may write it at any time.
+fn zero(runtime: &'static Runtime, stream: &HpuStream) -> Result<&'static Tensor> {
+    static ZERO: Once<Tensor> = Once::new();
+    ZERO.get(|| {
+        let mut zero = memory::tensor(runtime, DType::I32, &[1])?;
+        crate::HpuAccelerator.copy_in(&[0; 4], &mut zero, stream)?;
+        Ok(zero)
+    })
+}
+
 impl Issuer {
-    /// Makes the stream and the scratch memory.
+    /// Makes the stream, and the memory of barriers if there is none yet.
     pub(crate) fn new(
         runtime: &'static Runtime,
         comm: Option<CommHandle>,
@@ -73,10 +83,8 @@ impl Issuer {
         world: u32,
         counters: Arc<Counters>,
     ) -> Result<Self> {
-        use crate::ftcore::Accelerator;
         let stream = HpuStream::new(runtime)?;
-        let mut scratch = memory::tensor(runtime, DType::I32, &[1])?;
-        crate::HpuAccelerator.copy_in(&[0; 4], &mut scratch, &stream)?;
+        let zero = zero(runtime, &stream)?;
         Ok(Self {
             runtime,
             comm,
@@ -85,7 +93,7 @@ impl Issuer {
             stream,
             channels: HashMap::new(),
             batches: None,
-            scratch,
+            zero,
             counters,
             gone: Arc::default(),
         })
@@ -216,7 +224,7 @@ impl Issuer {
                 let receives = self.only(*root, span(output));
                 self.exchange(to, &spans(inputs), &receives)
             }
-            Collective::Barrier => self.hccl()?.all_reduce(to, span(&self.scratch), ReduceOp::Sum),
+            Collective::Barrier => self.hccl()?.all_reduce(to, span(self.zero), ReduceOp::Sum),
             other => Err(Error::unsupported(format!(
                 "hccl does not offer {}",
                 other.kind()

@@ -1,10 +1,10 @@
-//! How the ranks of an epoch get one communicator: they meet ([`peers`]), rank 0's unique id goes round, and the library connects them.
+//! How the ranks of an epoch get one communicator: they meet ([`peers`]), rank 0 makes a unique id that goes round, and the library connects them.
 //!
 //! The library's own calls have no deadline, so they run on a thread that may be given up; what it makes too late, it
 //! aborts itself.
 
 use crate::ftcore::peers::{self, Meeting, Terms};
-use crate::ftcore::{Configuration, Error, ErrorKind, Result, bounded};
+use crate::ftcore::{Configuration, Error, Result, bounded};
 use crate::raw::hccl::{CommHandle, UniqueId};
 use crate::runtime::{Runtime, runtime};
 
@@ -26,20 +26,21 @@ pub(crate) fn call<T: Send + 'static>(
     bounded("ox-hccl-init", c.deadline, &stop, &hangs, call, late)?
 }
 
-fn identify(c: &Configuration, runtime: &'static Runtime) -> Result<Vec<u8>> {
-    let id = move || runtime.libraries.hccl.unique_id();
-    let id = call(c, "hcclGetUniqueId", "identify", &|| None, id, drop)?;
-    Ok(id.to_bytes().to_vec())
-}
-
-fn join(c: &Configuration, runtime: &'static Runtime, meeting: &mut Meeting) -> Result<CommHandle> {
-    let id = meeting
-        .gift
-        .take()
-        .ok_or_else(|| Error::new(ErrorKind::Protocol, "rank 0 gave no unique id"))?;
-    let id = UniqueId::from_bytes(&id)?;
-    let (world, rank) = (c.world_size, c.rank);
+fn join(c: &Configuration, runtime: &'static Runtime, meeting: &Meeting) -> Result<CommHandle> {
     let hccl = &runtime.libraries.hccl;
+    let make = || {
+        let id = call(
+            c,
+            "hcclGetUniqueId",
+            "identify",
+            &meeting.watch(),
+            || hccl.unique_id(),
+            drop,
+        );
+        Ok(id?.to_bytes())
+    };
+    let id = UniqueId::from_bytes(&meeting.id(c, make)?)?;
+    let (world, rank) = (c.world_size, c.rank);
     let init = move || hccl.init_rank(id, world, rank);
     let late = move |comm| {
         if let Ok(comm) = comm
@@ -61,13 +62,11 @@ pub(crate) fn connect(
 ) -> Result<(&'static Runtime, Option<CommHandle>, Meeting)> {
     let runtime = call(c, "the device", "acquire", &|| None, runtime, drop)?;
     let terms = terms(runtime);
-    let id = (c.rank == 0 && c.world_size > 1).then(|| identify(c, runtime));
-    let id = id.transpose().inspect_err(|error| terms.refuse(c, error))?;
-    let mut meeting = peers::meet(c, &terms, id)?;
+    let meeting = peers::meet(c, &terms)?;
     if c.world_size == 1 {
         return Ok((runtime, None, meeting));
     }
-    match join(c, runtime, &mut meeting) {
+    match join(c, runtime, &meeting) {
         Ok(comm) => Ok((runtime, Some(comm), meeting)),
         Err(error) => {
             meeting.fail(&error);

@@ -70,10 +70,14 @@ impl Libraries {
 }
 
 /// A value that is made once and then stays; a failure is not kept.
-struct Once<T: 'static>(Mutex<Option<&'static T>>);
+pub(crate) struct Once<T: 'static>(Mutex<Option<&'static T>>);
 
 impl<T> Once<T> {
-    fn get(&self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    pub(crate) fn get(&self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
         let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(made) = *slot {
             return Ok(made);
@@ -88,7 +92,7 @@ impl<T> Once<T> {
 ///
 /// Errors: see [`Unavailable`]: a library that is not there or lacks a function, a version too old, a failed start.
 pub(crate) fn libraries() -> Result<&'static Libraries> {
-    static LIBRARIES: Once<Libraries> = Once(Mutex::new(None));
+    static LIBRARIES: Once<Libraries> = Once::new();
     LIBRARIES.get(Libraries::open)
 }
 
@@ -96,7 +100,7 @@ pub(crate) fn libraries() -> Result<&'static Libraries> {
 ///
 /// Errors: those of [`libraries`]; `InvalidArgument` for a module number that is none; `Backend` if the driver refuses.
 pub(crate) fn runtime() -> Result<&'static Runtime> {
-    static RUNTIME: Once<Runtime> = Once(Mutex::new(None));
+    static RUNTIME: Once<Runtime> = Once::new();
     let libraries = libraries()?;
     RUNTIME.get(|| {
         let device = libraries.synapse.acquire(module()?)?;

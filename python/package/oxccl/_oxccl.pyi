@@ -1181,6 +1181,7 @@ class _Replica:
         connect_timeout: float = 20.0,
         heartbeat_interval: float = 0.1,
         progress_timeout: float = 120.0,
+        max_state_bytes: int | None = None,
         credentials: str | PathLike[str] | None = None,
         insecure: bool = False,
     ) -> Self: ...

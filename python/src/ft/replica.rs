@@ -139,6 +139,12 @@ impl Replica for Shared {
         }
     }
 
+    fn set_healed(&mut self) {
+        if let Some(manager) = self.0.lock().as_mut() {
+            manager.set_healed();
+        }
+    }
+
     fn progress(&self) {
         if let Some(manager) = self.0.lock().as_ref() {
             manager.progress();
@@ -227,7 +233,7 @@ impl PyReplica {
     #[new]
     #[pyo3(signature = (group, name, lighthouse, *, group_rank=0, group_world_size=1, store=None, bind="127.0.0.1:0", advertise_host=None,
         min_replicas=1, fixed_with_spares=false, init_sync=true, max_retries=None, timeout=60.0, connect_timeout=20.0, heartbeat_interval=0.1,
-        progress_timeout=120.0, credentials=None, insecure=false))]
+        progress_timeout=120.0, max_state_bytes=None, credentials=None, insecure=false))]
     #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
     fn new(
         py: Python<'_>,
@@ -247,6 +253,7 @@ impl PyReplica {
         connect_timeout: f64,
         heartbeat_interval: f64,
         progress_timeout: f64,
+        max_state_bytes: Option<u64>,
         credentials: Option<PathBuf>,
         insecure: bool,
     ) -> PyResult<Self> {
@@ -274,6 +281,7 @@ impl PyReplica {
             },
             init_sync,
             heal_over: manager::HealOver::default(),
+            max_state_bytes,
             max_retries,
             timeout,
             connect_timeout: options::duration(connect_timeout).or_raise(py)?,

@@ -72,30 +72,6 @@ impl State for Position {
     }
 }
 
-/// Data parallel has the parameters in its state as well.
-struct Model {
-    params: SliceParameters,
-    position: Position,
-}
-
-impl State for Model {
-    fn save(&self, out: &mut StateDict) -> Result<()> {
-        for i in 0..self.params.len() {
-            let w = self.params.get(i).unwrap();
-            out.insert_f32(self.params.name(i), &[w.len()], w)?;
-        }
-        self.position.save(out)
-    }
-    fn load(&mut self, from: &StateDict) -> Result<()> {
-        for i in 0..self.params.len() {
-            let shape = [self.params.count(i)];
-            let values = from.get_f32_shaped(self.params.name(i), &shape)?;
-            self.params.write(i, &mut |w| w.copy_from_slice(&values))?;
-        }
-        self.position.load(from)
-    }
-}
-
 fn hash(params: &SliceParameters) -> String {
     parameters_hash((0..params.len()).map(|i| (params.name(i), params.get(i).unwrap())))
 }
@@ -132,18 +108,16 @@ fn run(args: &[String]) -> Result<()> {
             },
         )?;
         ddp.on_reduce(|step, _| say(&format!("reducing {step}")));
-        let mut model = Model { params, position };
+        let mut model = (params, position);
         while !ddp.is_finished() {
-            let compute = |model: &mut Model, _: &Participation| {
-                Ok(gradient(&model.params, shard, model.position.step))
+            let compute = |(params, position): &mut (SliceParameters, Position), _: &Participation| {
+                Ok(gradient(params, shard, position.step))
             };
-            let report = ddp.step(&mut model, compute, |model, average| {
+            let report = ddp.step(&mut model, compute, |(params, position), average| {
                 for (i, g) in average.iter().enumerate() {
-                    model
-                        .params
-                        .write(i, &mut |w| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 1e-3 * g))?;
+                    params.write(i, &mut |w| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 1e-3 * g))?;
                 }
-                model.position.step += 1;
+                position.step += 1;
                 Ok(())
             })?;
             say(&format!(
@@ -151,11 +125,11 @@ fn run(args: &[String]) -> Result<()> {
                 report.step,
                 report.epoch,
                 report.contributors,
-                hash(&model.params)
+                hash(&model.0)
             ));
         }
         ddp.finish(&mut model)?;
-        say(&format!("finished {}", hash(&model.params)));
+        say(&format!("finished {}", hash(&model.0)));
         return Ok(());
     }
     let streaming = mode == "streaming";

@@ -62,9 +62,14 @@ fn may_be_unsafe(path: &str) -> bool {
         || krate.ends_with("-sys")
         || match krate {
             // dtype: the promise that a type is plain bytes, on which memory builds.
-            // exit: `atexit`. ticks: the processor's counter.
+            // exit: `atexit`. ticks: the processor's counter. float_mode: its register.
             "ftcore" => {
-                is("memory") || is("dtype") || is("exit") || is("forked") || is("flight_recorder/ticks")
+                is("memory")
+                    || is("dtype")
+                    || is("exit")
+                    || is("forked")
+                    || is("flight_recorder/ticks")
+                    || is("float_mode")
             }
             "plugin" => true,
             "backend-gloo" => is("transport/shm") || is("shm") || is("raw"),

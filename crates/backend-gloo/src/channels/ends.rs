@@ -55,8 +55,11 @@ impl Channels {
         }
     }
 
-    /// A rank that something pending needs has gone, or its loss was reported: nothing more comes.
+    /// A rank that something pending needs has gone, or its loss was reported: nothing more comes. What may come of any rank needs one that is there.
     pub(crate) fn judge(&mut self, shared: &Shared) -> Result<()> {
+        let any = self.messages.needs_any();
+        let mut still_there = false;
+        let mut gone_last = None;
         let channels = self.inboxes.iter().zip(&self.outboxes);
         for ((inbox, outbox), end) in channels.zip(&mut self.ends) {
             let (Some(inbox), Some(outbox)) = (inbox, outbox) else {
@@ -70,7 +73,9 @@ impl Channels {
             };
             let closed = read.or(written);
             let gone = end.fate.is_some() || closed.is_some();
-            if !gone || end.heard || !self.messages.needs(outbox.rank) {
+            let needed = self.messages.needs(outbox.rank);
+            if !gone || end.heard || !(needed || any) {
+                still_there = true;
                 continue;
             }
             // What a rank said is told before it is told that it has gone.
@@ -78,20 +83,26 @@ impl Channels {
             let reported = end.fate.is_some() && report.is_some();
             let local = matches!(inbox, Inbox::Local(_));
             if !reported && !local && !end.is_certain(read.is_some(), shared) {
+                still_there = true;
                 continue;
             }
-            if let Some(report) = report {
-                return Err(report);
+            let error = report.unwrap_or_else(|| {
+                let how = match (&end.fate, closed) {
+                    (Some(fate), _) if fate.left => format!("left the group ({})", fate.text),
+                    (Some(fate), _) => fate.text.clone(),
+                    (None, closed) => closed.cloned().unwrap_or_default(),
+                };
+                let error = outbox.blame(Error::new(ErrorKind::PeerLost, how));
+                error.with_epoch(self.place.epoch)
+            });
+            if needed {
+                return Err(error);
             }
-            let how = match (&end.fate, closed) {
-                (Some(fate), _) if fate.left => format!("left the group ({})", fate.text),
-                (Some(fate), _) => fate.text.clone(),
-                (None, Some(closed)) => closed.clone(),
-                (None, None) => continue,
-            };
-            let error = outbox.blame(Error::new(ErrorKind::PeerLost, how));
-            return Err(error.with_epoch(self.place.epoch));
+            gone_last = Some(error);
         }
-        Ok(())
+        match gone_last.filter(|_| !still_there) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 }

@@ -4,9 +4,8 @@
 //! over the bytes, `x86` compiles the same loops for wider registers; which is used is decided once. All give the same bytes
 //! (INV-3): f16 and bf16 are computed in f32 and rounded once per call, a NaN result is the one positive quiet NaN of its type,
 //! and -0 is less than +0, so that neither the machine nor the order of two operands shows; the thread's own mode for floats does not
-//! count (`float_mode`); bool is 0 or 1 (L16).
+//! count (`ftcore::float_mode`); bool is 0 or 1 (L16).
 
-mod float_mode;
 mod loops;
 mod numbers;
 #[cfg(test)]
@@ -18,10 +17,10 @@ mod x86;
 
 use std::sync::OnceLock;
 
+use ftcore::float_mode::DefaultMode;
 use ftcore::{DType, DTypeSet, Error, ErrorKind, ReduceOp, Result, copy_bytes};
 use half::{bf16, f16};
 
-use float_mode::DefaultMode;
 use loops::{Loops, Operands, Plain};
 use numbers::{
     Add, And, Bf16Pair, Both, DivideBy, Either, Fold, Least, Map, Most, Multiply, Neutral, OneOfTwo, Or,

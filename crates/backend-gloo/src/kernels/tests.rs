@@ -3,10 +3,10 @@
 use std::hint::black_box;
 use std::ops::Range;
 
+use ftcore::float_mode::foreign::{MODES, with};
 use ftcore::{Bool, Element, Tensor};
 use proptest::prelude::*;
 
-use super::float_mode::foreign::{MODES, with};
 use super::*;
 
 const OPS: [ReduceOp; 9] = [

@@ -207,10 +207,7 @@ impl Rendezvous<'_> {
         let memory = match self.local.as_ref().filter(|_| local) {
             Some((_, region)) => match region.open(c.rank, hello.rank, hello.process, handles) {
                 Ok(shared) => Some((shared, line)),
-                Err(error) => {
-                    let error = error.with_peer(hello.rank);
-                    return Err(self.named(error));
-                }
+                Err(error) => return Err(self.named(error)),
             },
             None => None,
         };

@@ -224,20 +224,19 @@ impl<'a> Rendezvous<'a> {
         settings: &'a Settings,
         counters: Arc<Counters>,
     ) -> Result<Self> {
+        let named = settings.host.as_deref().filter(|_| settings.net_name.is_none());
+        let resolve = |host| interface::resolve(host, configuration.deadline, &configuration.cancel);
+        let host = named.map(resolve).transpose()?;
         let Addresses {
             bind,
             advertise,
             loopback_here,
-        } = interface::addresses(
-            settings.net_name.as_deref(),
-            settings.host.as_deref(),
-            settings.is_open(),
-        )?;
+        } = interface::addresses(settings.net_name.as_deref(), host, settings.is_open())?;
         may_listen(
             "gloo",
             SocketAddr::new(bind, 0),
             settings.credentials.as_deref(),
-            false,
+            settings.insecure,
         )?;
         let listener = descriptors::with_room(|| TcpListener::bind((bind, 0)));
         let listener = listener

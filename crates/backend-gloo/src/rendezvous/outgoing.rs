@@ -107,12 +107,18 @@ impl Rendezvous<'_> {
         let address = self.address_of(&card);
         let within_host = self.is_this_host(&card);
         if !within_host && address.ip().is_loopback() && card.host != "unknown" {
-            let text = format!(
-                "is on another host and listens on loopback only, as it has no credentials; set {} or, on a network that only the job can \
-                 reach, {}=1 on all hosts",
-                ftcore::Credentials::VARIABLE,
-                ftcore::identity::INSECURE
-            );
+            // What is asked of all ranks was seen to here.
+            let text = match self.settings.is_open() {
+                true => "is on another host and tells a loopback address: that is what its host's name, or the interface it was told to use, \
+                         stands for there; set the option net_name, or host (OXCCL_GLOO_HOST), on that rank to an address that others can reach"
+                    .to_owned(),
+                false => format!(
+                    "is on another host and listens on loopback only, as it has no credentials; set {} or, on a network that only the job \
+                     can reach, {}=1 on all hosts",
+                    ftcore::Credentials::VARIABLE,
+                    ftcore::identity::INSECURE
+                ),
+            };
             return Err(self.named(Error::new(ErrorKind::Unavailable, text).with_peer(rank)));
         }
         let Some(dialed) = self.dialed.get_mut(index) else {
@@ -350,7 +356,7 @@ impl Rendezvous<'_> {
             Some((_, region)) if purpose == Purpose::Local => {
                 let own = self.configuration.rank;
                 let opened = region.open(own, rank, hello.process, handles);
-                let opened = opened.map_err(|e| self.named(e.with_peer(rank)))?;
+                let opened = opened.map_err(|e| self.named(e))?;
                 let offered = self.lines.get(rank as usize).cloned().flatten();
                 let line = match (hello.line, offered) {
                     (0, None) if hello.process == self.card.process => Common::Needless,

@@ -385,3 +385,16 @@ fn the_last_operation_ends_for_all_ranks_however_soon_one_of_them_leaves() {
         });
     }
 }
+
+#[test]
+fn a_split_group_is_made_as_its_parent_was_and_not_as_the_options_say_anew() {
+    // How these ranks are connected stands in no option.
+    with_groups_over("mixed", 3, |rank, group| {
+        let child = group.split(Some(0), rank, soon()).unwrap().unwrap();
+        let notes = &child.capabilities().notes;
+        let transport = notes.iter().find(|(name, _)| name == "transport");
+        assert_ne!(group.transport(), "shm");
+        assert_eq!(transport.map(|(_, how)| how.as_ref()), Some(group.transport()));
+        child.barrier().unwrap();
+    });
+}

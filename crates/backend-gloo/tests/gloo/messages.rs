@@ -245,6 +245,51 @@ fn a_receive_from_a_rank_that_leaves_is_a_loss_that_names_it() {
 }
 
 #[test]
+fn a_receive_from_any_rank_ends_when_all_others_have_left_and_not_before() {
+    for transport in ["shm", "tcp"] {
+        let left = std::sync::Barrier::new(2);
+        with_groups_over(transport, 3, |rank, group| match rank {
+            0 => {
+                let none = receive(&group, 3, None, 7, soon());
+                let e = none.unwrap_err().error;
+                assert!(
+                    matches!(e.kind(), ErrorKind::PeerLost | ErrorKind::Poisoned),
+                    "{e}"
+                );
+                assert!(e.to_string().contains("left the group"), "{e}");
+            }
+            1 => {
+                group.shutdown(soon()).unwrap();
+                left.wait();
+            }
+            // One that is still there may send; this one does not.
+            _ => {
+                left.wait();
+                group.shutdown(soon()).unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_message_of_the_last_rank_there_reaches_a_receive_from_any() {
+    for transport in ["shm", "tcp"] {
+        let left = std::sync::Barrier::new(2);
+        with_groups_over(transport, 3, |rank, group| match rank {
+            0 => assert_eq!(bytes(receive(&group, 3, None, 7, soon())), content(2, 3)),
+            1 => {
+                group.shutdown(soon()).unwrap();
+                left.wait();
+            }
+            _ => {
+                left.wait();
+                send(&group, Tensor::from_vec(content(2, 3)), 0, 7, soon()).unwrap();
+            }
+        });
+    }
+}
+
+#[test]
 fn several_threads_send_and_receive_in_one_group_beside_collectives() {
     for transport in ["shm", "tcp"] {
         with_groups_over(transport, 2, |rank, group| {

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use super::{Comm, Wish, new_place};
+use super::{Comm, Place, Wish};
 
 const CALL: &str = "ncclCommSplit";
 
@@ -44,20 +44,23 @@ impl Comm {
     /// Begins to divide this communicator; a collective call of all ranks. May block for as long as the library likes.
     pub(crate) fn split(&self, Part { color, key }: Part, wish: &Wish) -> Result<()> {
         let _inside = self.enter()?;
-        let place = {
+        let place = Place::new(wish)?;
+        // Neither moves with the place.
+        let (handle, name) = (place.handle.as_ptr(), place.name.as_ptr());
+        {
             // Not held over the call: an abort, which the call may be waiting for, takes the place out.
             let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
             if child.is_some() {
                 let text = format!("{CALL}: a child of this communicator was never finished");
                 return Err(Error::new(ErrorKind::InvalidState, text));
             }
-            child.insert(new_place()).as_ptr()
-        };
+            *child = Some(place);
+        }
         let call = self.nccl.api().comm_split;
-        let result = self.nccl.with_config(wish, |config| {
+        let result = self.nccl.with_config(wish, name, |config| {
             // SAFETY: the gate keeps the parent; the place outlives the library's use of it; the configuration lives over the
             // call, which copies it.
-            Ok(unsafe { call(self.handle, color, key, place, config) })
+            Ok(unsafe { call(self.handle, color, key, handle, config) })
         })?;
         self.nccl.check(CALL, result)
     }
@@ -65,8 +68,14 @@ impl Comm {
     /// The child of a split, once nothing is in progress any more.
     pub(crate) fn take_child(&self) -> Result<Self> {
         let place = self.child.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let place = place.unwrap_or_else(new_place);
-        Self::of(self.nccl, place, CALL, nccl_sys::code::SUCCESS)
+        let none = || Error::new(ErrorKind::InvalidState, format!("{CALL}: no child is being made"));
+        Self::of(
+            self.nccl,
+            &self.gpu,
+            place.ok_or_else(none)?,
+            CALL,
+            nccl_sys::code::SUCCESS,
+        )
     }
 
     /// The split made none, as was to be expected.
@@ -79,7 +88,9 @@ impl Comm {
     pub(super) fn end_child(&self) {
         let handle = {
             let child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-            let taken = child.as_ref().map(|p| p.swap(ptr::null_mut(), Ordering::AcqRel));
+            let taken = child
+                .as_ref()
+                .map(|p| p.handle.swap(ptr::null_mut(), Ordering::AcqRel));
             taken.unwrap_or(ptr::null_mut())
         };
         if handle.is_null() {

@@ -10,6 +10,7 @@ use ftcore::{
 };
 
 use super::kit::*;
+use super::parts::message;
 use super::set_up::log_lines;
 use super::{FAIL, HANG, Scenario, scenario};
 
@@ -179,11 +180,46 @@ fn late_writes() -> Outcome {
         check(values == [7.0; 1000], || {
             format!("the library wrote into it: {:?}", values.first())
         })
-    })?;
-    check(
-        !log_lines()?.iter().any(|l| l.starts_with("late write into")),
-        || "the library wrote into memory that was given back".into(),
+    })
+}
+
+/// Three ranks with all the channels that there can be: five communicators each, whose aborts take half a second.
+fn many_slow_aborts() -> Outcome {
+    groups(
+        3,
+        |rank| group(rank, GroupOptions::default()),
+        |rank, group, store| {
+            let mut messages = Vec::new();
+            for peer in (0..3).filter(|peer| *peer != rank) {
+                messages.push(group.send(filled(rank, 1.0, 10)?, peer, 0)?);
+                messages.push(group.recv(filled(rank, 0.0, 10)?, peer, 0)?);
+            }
+            messages.iter().try_for_each(|work| work.wait_done())?;
+            store.barrier("all channels are open", 3, deadline_in(SOON))?;
+            let work = submit(rank, group, Duration::from_millis(400))?;
+            check(work.wait(deadline_in(SOON)).is_err(), || "it succeeded".into())?;
+            check(work.recover().len() == 1, || {
+                "the tensor did not come back after the aborts".into()
+            })
+        },
     )
+}
+
+/// One of rank 1's two aborts hangs, whichever is first: the other communicator is ended all the same.
+fn one_abort_of_two_hangs() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        message(rank, group, SOON)?.wait_done()?;
+        if rank == 1 {
+            let _open = message(rank, group, TIME_LIMIT)?;
+            group.abort("enough");
+            let until = deadline_in(SOON);
+            while log_lines()?.iter().filter(|l| *l == "end abort rank=1").count() < 2 {
+                check(Instant::now() < until, || "a communicator is left running".into())?;
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        Ok(store.barrier("rank 1 has seen it", 2, deadline_in(SOON))?)
+    })
 }
 
 /// The streams are through, and the abort does not return: it is unknown what the library still does.
@@ -315,6 +351,19 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             HANG,
             "call:cuEventQuery/ncclCommGetAsyncError:1",
             watchdog_is_lost,
+        ),
+        scenario(
+            "l27_many_communicators_are_aborted_in_the_time_of_one",
+            &[
+                (HANG, "device:ncclAllReduce@0:1"),
+                ("OXCCL_STANDIN_NCCL_ABORT_MS", "520"),
+            ],
+            many_slow_aborts,
+        ),
+        scenario(
+            "end_abort_that_hangs_leaves_no_other_communicator_running",
+            &[(HANG, "call:ncclCommAbort@1:1"), LOG],
+            one_abort_of_two_hangs,
         ),
         scenario(
             "l27_memory_comes_back_only_when_the_abort_is_over",

@@ -278,6 +278,15 @@ pub(super) fn early_drop() -> Outcome {
     Ok(())
 }
 
+/// What each launch leaves behind is joined by the next question, of this thread or of the watch.
+pub(super) fn back_to_back() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        let works = (0..200).map(|_| submit(rank, group, TIME_LIMIT));
+        let works = works.collect::<Result<Vec<_>, _>>()?;
+        Ok(works.iter().try_for_each(|work| work.wait_done())?)
+    })
+}
+
 pub(super) fn slow_streams() -> Outcome {
     two(GroupOptions::default(), |rank, group, _| {
         let (writer, reader) = (

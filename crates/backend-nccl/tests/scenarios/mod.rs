@@ -189,6 +189,14 @@ fn of_groups() -> Vec<Scenario> {
             failures::event_fails,
         ),
         scenario(
+            "call_of_one_thread_is_inside_while_others_ask_how_it_is",
+            &[
+                ("OXCCL_STANDIN_NCCL_JOIN_MS", "1"),
+                ("OXCCL_STANDIN_CUDA_DELAY_US", "300"),
+            ],
+            failures::back_to_back,
+        ),
+        scenario(
             "kernels_that_do_not_compile_fail_the_creation",
             &[(FAIL, "cuModuleLoadData:1:218")],
             set_up::no_kernels,
@@ -210,7 +218,7 @@ fn of_groups() -> Vec<Scenario> {
         ),
         scenario(
             "an_old_library_is_refused_with_both_versions",
-            &[("OXCCL_STANDIN_NCCL_VERSION", "21803")],
+            &[("OXCCL_STANDIN_NCCL_VERSION", "22602")],
             set_up::too_old,
         ),
         scenario(
@@ -244,20 +252,14 @@ fn of_groups() -> Vec<Scenario> {
             set_up::isolated_variables_arrive,
         ),
         scenario(
-            "inv9_what_an_old_library_does_not_read_is_reported_to_who_is_lenient",
-            &[
-                ("OXCCL_STANDIN_NCCL_VERSION", "21903"),
-                ("OXCCL_NCCL_NO_SUCH", "1"),
-            ],
+            "inv9_what_is_not_acted_on_is_reported_to_who_is_lenient",
+            &[("OXCCL_NCCL_NO_SUCH", "1")],
             set_up::drops_are_reported,
         ),
         scenario(
-            "l42_an_old_library_gets_the_configuration_of_its_version",
-            &[
-                ("OXCCL_STANDIN_NCCL_LOG", "@log"),
-                ("OXCCL_STANDIN_NCCL_VERSION", "21903"),
-            ],
-            set_up::old_configuration,
+            "names_of_communicators_stay_as_long_as_they",
+            &[("OXCCL_STANDIN_NCCL_LOG", "@log")],
+            set_up::names_stay,
         ),
         scenario(
             "contributors_may_be_left_out_of_the_count",
@@ -298,7 +300,7 @@ fn of_groups() -> Vec<Scenario> {
             &[
                 ("OXCCL_NCCL_PATH", "@old"),
                 ("OXCCL_CUDA_PATH", "@old"),
-                ("OXCCL_STANDIN_NCCL_VERSION", "21903"),
+                ("OXCCL_STANDIN_NCCL_VERSION", "22703"),
             ],
             set_up::old_functions,
         ),

@@ -12,17 +12,26 @@ use super::{Scenario, scenario};
 
 const SOON: Duration = Duration::from_secs(20);
 const KEY: &str = "errors/1/nccl";
+const TOKEN: &str = "07070707070707070707070707070707";
 /// Bytes of a greeting.
 const HELLO: usize = 180;
 
 /// Rank 0's record as it would stand in the store.
 fn record(port: u16) -> String {
-    format!("1 {} {port} nowhere 127.0.0.1 -", "07".repeat(16))
+    format!("2 {TOKEN} {port} nowhere 127.0.0.1")
 }
 
 /// Rank 1 of 2 against whatever `zero` does at the port of the record.
 fn against(zero: impl FnOnce(TcpListener) + Send, kind: ErrorKind, words: &[&str]) -> Outcome {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    against_over(Arc::new(InMemoryStore::new()), zero, kind, words)
+}
+
+fn against_over(
+    store: Arc<dyn Store>,
+    zero: impl FnOnce(TcpListener) + Send,
+    kind: ErrorKind,
+    words: &[&str],
+) -> Outcome {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let port = listener.local_addr()?.port();
     store.set(KEY, record(port).as_bytes(), deadline_in(SOON))?;
@@ -102,18 +111,54 @@ fn garbage_in_the_store() -> Outcome {
     says(&e, ErrorKind::Protocol, &[KEY, "is not rank 0's address"])
 }
 
+/// Lets rank 1 go on, and then says nothing more.
+fn lets_go_on(listener: TcpListener) {
+    if let Ok((mut stream, _)) = listener.accept() {
+        let mut frame = vec![1u8];
+        frame.extend([0; 16]);
+        let _ = stream.write_all(&frame);
+        // Until rank 1 has ended.
+        let _ = std::io::copy(&mut stream, &mut std::io::sink());
+    }
+}
+
 fn no_id() -> Outcome {
-    // Everything is as it should be, but rank 0's record has no id.
-    let zero = |listener: TcpListener| {
-        if let Ok((mut stream, _)) = listener.accept() {
-            let mut frame = vec![1u8];
-            frame.extend([0; 16]);
-            let _ = stream.write_all(&frame);
-            let _ = std::io::Read::read(&mut stream, &mut [0; 1024]);
-            std::thread::sleep(Duration::from_millis(300));
-        }
+    against(
+        lets_go_on,
+        ErrorKind::Timeout,
+        &["phase: id", "rank 0 has not given its id"],
+    )
+}
+
+fn an_id_that_is_none() -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    store.set(&format!("{KEY}/{TOKEN}/id"), b"too short", deadline_in(SOON))?;
+    let words = ["rank 0's unique id has 9 bytes, not 128"];
+    against_over(store, lets_go_on, ErrorKind::Protocol, &words)
+}
+
+/// NCCL keeps a thread and a port for an id until all ranks have come: none is made before they are here.
+fn no_id_for_ranks_that_do_not_come() -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let e = group(0, GroupOptions::default())?
+        .configure(configuration(&store, 0, 2, 1, Duration::from_millis(300)))
+        .err()
+        .ok_or("configure succeeded")?;
+    says(&e, ErrorKind::Timeout, &["rank 1 of 2 did not come"])?;
+    let is_left = || -> Result<bool, std::io::Error> {
+        let mut names = std::fs::read_dir("/proc/self/task")?
+            // A thread may end while it is looked at.
+            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        Ok(names.any(|name| name.trim() == "ox-standin-hub"))
     };
-    against(zero, ErrorKind::Protocol, &["no unique id"])
+    let until = deadline_in(Duration::from_secs(5));
+    while is_left()? {
+        check(Instant::now() < until, || {
+            "the library still waits for ranks".into()
+        })?;
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
 }
 
 fn wrong_host() -> Outcome {
@@ -308,6 +353,13 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         scenario("meet_a_rank_0_that_says_nothing", &[], says_nothing),
         scenario("meet_a_rank_0_without_an_id", &[], no_id),
+        scenario("meet_a_rank_0_whose_id_is_none", &[], an_id_that_is_none),
+        scenario(
+            "meet_no_rank_and_leave_nothing_in_the_library",
+            &[],
+            no_id_for_ranks_that_do_not_come,
+        )
+        .on_the_stand_in(),
         scenario("meet_garbage_in_the_store", &[], garbage_in_the_store),
         scenario("meet_strangers_at_rank_0_s_port", &[], strangers),
         scenario("meet_no_rank_who_has_published_an_address", &[], no_rank_zero),

@@ -67,7 +67,7 @@ pub(crate) fn or_restart(more: &[(&str, &str)]) {
     std::process::exit(status.code().unwrap_or(101));
 }
 
-/// What came after 2.19: used where a library has it, done without where it has not.
+/// What came after 2.27: used where a library has it, done without where it has not.
 pub(crate) const NEWER: [&str; 1] = ["ncclCommRevoke"];
 
 /// A copy of the library in which functions have other names, so that looking them up fails.

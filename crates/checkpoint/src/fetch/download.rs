@@ -2,7 +2,7 @@
 //!
 //! One task owns all of this state; look-ups and requests are tasks that report back as [`Event`]s. The first manifest that
 //! arrives is followed, or the one that the choice names (`choosing.rs`). Sources with the same one join in; one with another for the same
-//! state is left out or, where all must be equal, ends the download, since nothing says which of the two is right. A source takes as many chunks at once as it brings in a moment, so that a slower one gets less.
+//! state is left out. A source takes as many chunks at once as it brings in a moment, so that a slower one gets less.
 //! A request that stands still is repeated elsewhere, so that a source that hangs does not hold up the end.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,7 +31,7 @@ const MAX_REQUEST_CHUNKS: usize = 256;
 /// A request that brought no chunk for this long is repeated by the source that has nothing else to do.
 const STANDSTILL: Duration = Duration::from_millis(200);
 
-/// When all chunks are here: how long sources that have not told their manifest yet may still contradict it.
+/// When all chunks are here: how long sources that have not told their manifest yet may still vouch for it.
 const AGREEMENT: Duration = Duration::from_secs(1);
 
 /// The first pause before a source that failed is asked again; it doubles.
@@ -97,7 +97,6 @@ pub(super) struct Download {
     wanted: Wanted,
     own: Option<StateDict>,
     kept: Kept,
-    are_equal: bool,
     pub(super) choosing: Option<Choosing>,
     pub(super) deadline: Instant,
     pub(super) options: FetchOptions,
@@ -139,8 +138,7 @@ impl Download {
             },
             own: fetch.own,
             kept: fetch.kept,
-            are_equal: fetch.are_equal,
-            choosing: fetch.choice.filter(|_| !fetch.are_equal).map(Choosing::new),
+            choosing: fetch.choice.map(Choosing::new),
             deadline,
             options,
             sender,
@@ -152,8 +150,7 @@ impl Download {
         }
     }
 
-    /// Runs until the state is here, no source is left, two contradict each other, or the deadline has passed. What came before a failure is
-    /// kept for the next fetch.
+    /// Runs until the state is here, no source is left, or the deadline has passed. What came before a failure is kept for the next fetch.
     pub(super) async fn run(mut self) -> Result<Fetched> {
         match self.complete().await {
             Ok(()) => self.finish().await,
@@ -261,9 +258,6 @@ impl Download {
                 self.lose(from, source.error(ErrorKind::NotFound, what));
                 return Ok(());
             }
-            if self.are_equal {
-                return Err(self.divergence(followed, &source, &manifest));
-            }
             let what = format!(
                 "its {} is not bitwise the one that is being fetched",
                 manifest.id()
@@ -306,38 +300,6 @@ impl Download {
         let assembly = Assembly::new(Arc::clone(manifest), self.own.take(), before)?;
         self.assembly = Some(assembly);
         Ok(())
-    }
-
-    /// Two sources hold different states under one name. Nothing here says which one is right, so neither is taken.
-    fn divergence(&self, followed: &Manifest, source: &Source, other: &Manifest) -> Error {
-        let first: Vec<&str> = self
-            .peers
-            .iter()
-            .filter(|p| p.agreed)
-            .filter_map(|p| Some(p.source.as_ref()?.label()))
-            .collect();
-        let count = followed.chunk_count().max(other.chunk_count());
-        let where_ = (0..count)
-            .find(|i| followed.chunk_hash(*i) != other.chunk_hash(*i))
-            .map_or_else(
-                || {
-                    format!(
-                        "chunks of {} and {} bytes",
-                        followed.chunk_bytes(),
-                        other.chunk_bytes()
-                    )
-                },
-                |i| format!("chunk {i} is the first that differs"),
-            );
-        let what = format!(
-            "two sources hold different states of {}: {} has {}, {} has {} ({where_}); nothing was taken from either",
-            followed.id(),
-            first.join(" and "),
-            followed.digest(),
-            source.label(),
-            other.digest()
-        );
-        Error::new(ErrorKind::Corrupt, what)
     }
 
     fn on_chunk(&mut self, id: u64, slot: Slot) {

@@ -26,7 +26,7 @@ mod sources;
 #[derive(Debug, Clone)]
 pub struct FetchOptions {
     /// The largest state to accept, in bytes; a source that announces more is refused before anything is allocated.
-    /// Default 64 GiB.
+    /// Default: the memory of this machine, swap included.
     pub max_state_bytes: u64,
     /// The largest manifest to accept, in bytes. Default 64 MiB.
     pub max_manifest_bytes: usize,
@@ -42,13 +42,20 @@ pub struct FetchOptions {
 impl Default for FetchOptions {
     fn default() -> Self {
         Self {
-            max_state_bytes: 64 << 30,
+            max_state_bytes: memory(),
             max_manifest_bytes: 64 << 20,
             connections_per_source: 2,
             stall_timeout: Duration::from_secs(10),
             party: None,
         }
     }
+}
+
+/// The memory of this machine, swap included, in bytes.
+fn memory() -> u64 {
+    let system = rustix::system::sysinfo();
+    let units = system.totalram.saturating_add(system.totalswap);
+    units.saturating_mul(u64::from(system.mem_unit).max(1))
 }
 
 impl FetchOptions {
@@ -170,11 +177,8 @@ pub struct Fetch {
     pub own: Option<StateDict>,
     /// What came in an earlier fetch that failed; what comes in this one goes there if it fails.
     pub kept: Kept,
-    /// All sources hold bitwise equal states, so one that holds another is a divergence, which ends the fetch. Otherwise parts of a state
-    /// may be a source's own (local parameters between outer steps, residuals): the first manifest is followed, and sources with
-    /// another one are not used.
-    pub are_equal: bool,
-    /// Who decides which manifest is followed, if not the first to arrive. Not used with `are_equal`.
+    /// Who decides which manifest is followed, if not the first to arrive. Sources with another one are not used: parts of a state may be a
+    /// source's own (local parameters between outer steps, residuals).
     pub choice: Option<Arc<dyn SourceChoice>>,
 }
 
@@ -203,7 +207,6 @@ impl Fetch {
             lineage: None,
             own: None,
             kept: Kept::default(),
-            are_equal: true,
             choice: None,
         }
     }
@@ -214,12 +217,11 @@ impl Fetch {
     ///   waited out, up to the deadline.
     /// - Chunks come from all sources at once, from faster ones more. Each is checked against its hash. What a source that
     ///   died or stalled did not send comes from the others, or from itself over a new connection; chunks that are here stay.
-    /// - A source that sent wrong bytes is named and not asked again. Two sources with different manifests for one state
-    ///   are a divergence: nothing is taken from either.
+    /// - A source that sent wrong bytes is named and not asked again.
     /// - The memory used grows with received chunks only.
     ///
     /// Errors: `Timeout` when the deadline passes, saying what was waited for and how far it got. `Corrupt` naming source and chunk
-    /// if no source is left and one sent wrong data, or naming both sources of a divergence. Else `PeerLost` (the connection broke),
+    /// if no source is left and one sent wrong data. Else `PeerLost` (the connection broke),
     /// `Unavailable` (no answer), `NotFound` (other states are served) or `Protocol` (not a checkpoint server, a malformed
     /// address, or beyond the limits). `InvalidArgument` only for what the caller said: no sources, a negative step, options.
     ///
@@ -277,24 +279,6 @@ impl Fetch {
     }
 }
 
-/// Downloads the state of `step` from `sources` (the [`crate::HttpTransport::metadata`] of peers), see [`Fetch::run`]; returns
-/// the epoch in which it was taken, and the state.
-pub fn fetch(sources: &[String], step: Step, deadline: Instant) -> Result<(Epoch, StateDict)> {
-    fetch_with(sources, step, deadline, &FetchOptions::default())
-}
-
-/// [`fetch`] with other limits.
-pub fn fetch_with(
-    sources: &[String],
-    step: Step,
-    deadline: Instant,
-    options: &FetchOptions,
-) -> Result<(Epoch, StateDict)> {
-    let sources = sources.iter().map(CheckpointSource::at).collect();
-    let fetched = Fetch::step(step, sources).run(deadline, options)?;
-    Ok((fetched.id.epoch, fetched.state))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -319,8 +303,10 @@ mod tests {
             ..FetchOptions::default()
         };
         let deadline = Instant::now() + Duration::from_secs(60);
-        let (_, fetched) = fetch_with(&[server.metadata()], Step(5), deadline, &options).unwrap();
-        assert_eq!(fetched, state);
+        let fetched = Fetch::step(Step(5), vec![CheckpointSource::at(server.metadata())])
+            .run(deadline, &options)
+            .unwrap();
+        assert_eq!(fetched.state, state);
     }
 
     #[test]
@@ -333,7 +319,9 @@ mod tests {
             vec![head.into(), vec![0; 8].into()],
         ));
         let deadline = Instant::now() + Duration::from_secs(60);
-        let e = fetch(&[server.metadata()], Step(5), deadline).unwrap_err();
+        let e = Fetch::step(Step(5), vec![CheckpointSource::at(server.metadata())])
+            .run(deadline, &FetchOptions::default())
+            .unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
         assert!(
             e.message().contains("'a'") && e.message().contains(&server.metadata()),

@@ -5,7 +5,8 @@
 //! state as one message out of the snapshot's own memory. The receiver (`receive.rs`) checks sizes before it takes memory for them, and each chunk against
 //! the manifest, as over HTTP.
 //!
-//! What breaks here breaks with its group: a source that dies fails the receive as any operation of the group, and a receiver that gives up aborts the group.
+//! What breaks here breaks with its group: a source that dies fails the receive as any operation of the group, and a receiver or a source that gives up
+//! aborts the group.
 
 mod messages;
 mod receive;

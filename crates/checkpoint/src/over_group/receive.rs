@@ -30,7 +30,7 @@ pub struct GroupSource {
     pub name: String,
 }
 
-/// Sources that sent wrong bytes, by name: they come last in the next fetch that is given a clone of this.
+/// Sources that sent what cannot be used, by name: they come last in the next fetch that is given a clone of this.
 #[derive(Debug, Clone, Default)]
 pub struct Distrusted(Arc<Mutex<BTreeSet<String>>>);
 
@@ -70,7 +70,7 @@ pub struct GroupFetch<'a> {
     pub lineage: Option<String>,
     /// Who decides which source is followed, if not their order.
     pub choice: Option<Arc<dyn SourceChoice>>,
-    /// Sources that sent wrong bytes before.
+    /// Sources that sent what cannot be used before.
     pub distrusted: Distrusted,
     /// Asked a few times a second while this waits: an error ends the fetch.
     pub watch: &'a dyn Fn() -> Result<()>,
@@ -149,7 +149,7 @@ impl GroupFetch<'_> {
         })
     }
 
-    /// The source to ask: not one that refused, and one that sent wrong bytes before only if there is no other.
+    /// The source to ask: not one that refused, and one that is distrusted only if there is no other.
     fn choose(&self, lost: &BTreeMap<usize, Error>, deadline: Instant) -> Result<usize> {
         let open = || (0..self.sources.len()).filter(|i| !lost.contains_key(i));
         let is_trusted = |i: &usize| {
@@ -241,7 +241,7 @@ impl GroupFetch<'_> {
                 self.epoch,
                 self.lineage.as_deref().unwrap_or("any")
             );
-            return Err(self.wrong(source, text));
+            return Err(self.blamed(source, Error::new(ErrorKind::Corrupt, text)));
         }
         Ok(manifest)
     }
@@ -302,7 +302,7 @@ impl GroupFetch<'_> {
                     manifest.chunk_count(),
                     piece.len()
                 );
-                return Err(self.wrong(source, text));
+                return Err(self.blamed(source, Error::new(ErrorKind::Corrupt, text)));
             }
         }
         Ok(())
@@ -348,7 +348,11 @@ impl GroupFetch<'_> {
         }
     }
 
+    /// `source` is named. If it sent what does not fit, the next fetch asks another one first.
     fn blamed(&self, source: &GroupSource, e: Error) -> Error {
+        if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Protocol) {
+            self.distrusted.add(&source.name);
+        }
         let text = format!(
             "{} (rank {} of the group): {}",
             source.name,
@@ -356,11 +360,5 @@ impl GroupFetch<'_> {
             e.message()
         );
         Error::new(e.kind(), text).with_source(e)
-    }
-
-    /// It sent what does not fit.
-    fn wrong(&self, source: &GroupSource, text: String) -> Error {
-        self.distrusted.add(&source.name);
-        self.blamed(source, Error::new(ErrorKind::Corrupt, text))
     }
 }

@@ -21,7 +21,8 @@ use crate::Snapshot;
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Answers the ranks `to` of `group`, each of which asks once, for `snapshot` or for nothing. Returns at once; a thread goes on until all
-/// have been answered, an operation fails (with its group), or `deadline` has passed.
+/// have been answered, an operation fails (with its group), or `deadline` has passed. What ends it early aborts the group, so that no receiver
+/// waits for the rest.
 ///
 /// Errors: those of the group that refuses the first receives, and `Io` if the system gives no thread.
 pub fn serve_over_group(
@@ -31,6 +32,7 @@ pub fn serve_over_group(
     deadline: Instant,
 ) -> Result<()> {
     let (tell, ended) = channel();
+    let epoch = group.info().epoch;
     let mut source = Source {
         group,
         snapshot,
@@ -44,8 +46,12 @@ pub fn serve_over_group(
     let serve = move || {
         let id = source.snapshot.id().clone();
         if let Err(error) = source.run(&ended) {
-            // The group is lost with it, which is told where its next collective is waited for.
             tracing::warn!(%error, %id, "the state did not reach all that take it over");
+            // One that has failed by itself is told so where its next collective is waited for, and may be configured anew by now.
+            let group = &source.group;
+            if group.info().epoch == epoch && group.error().is_none() {
+                group.abort(&error.to_string());
+            }
         }
     };
     std::thread::Builder::new()

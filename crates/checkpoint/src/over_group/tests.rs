@@ -10,6 +10,7 @@ use ftcore::{
     Tensor, deadline_in,
 };
 
+use super::messages::{Head, Named, room};
 use super::*;
 use crate::{FetchOptions, Fetched, Reach, Snapshot, SnapshotId, SourceChoice, StateDict};
 
@@ -234,6 +235,78 @@ fn wrong_bytes_are_named_with_source_and_chunk_and_the_next_fetch_asks_another_s
             reduce(group);
         });
     }
+}
+
+#[test]
+fn a_source_whose_manifest_cannot_be_used_is_asked_last_in_the_next_fetch() {
+    let distrusted = Distrusted::default();
+    ranks("shm", 3, |rank, group, store| {
+        match rank {
+            0 => {
+                // Answers by hand.
+                group.recv(room(), 2, TAG_ASK).unwrap().wait_done().unwrap();
+                let head = Head {
+                    holds: Named::of_snapshot(&id(Epoch(9))),
+                    manifest_bytes: u64::MAX,
+                };
+                drop(group.send(head.write(), 2, TAG_HEAD));
+            }
+            // The abort may come before it has heard that it is done.
+            1 => drop(serve_over_group(group.clone(), snapshot(1.0), vec![2], soon())),
+            _ => {
+                let mut fetch = fetch(group, 2);
+                fetch.distrusted = distrusted.clone();
+                let e = run(&fetch).unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+                assert!(e.message().contains("replica 'r0'"), "{e}");
+                group.abort("the manifest cannot be used");
+            }
+        }
+        let until = soon();
+        while group.error().is_none() {
+            assert!(Instant::now() < until, "rank {rank} did not hear of the end");
+            std::thread::yield_now();
+        }
+        configure(&**group, 10, store, (rank, 3));
+        if rank < 2 {
+            let snapshot = Snapshot::of(id(Epoch(10)), state(rank as f32), 1 << 20).unwrap();
+            serve(group, snapshot, vec![2]);
+        } else {
+            let mut fetch = fetch(group, 2);
+            (fetch.distrusted, fetch.epoch) = (distrusted.clone(), Epoch(10));
+            assert!(run(&fetch).unwrap().state == state(1.0));
+        }
+        reduce(group);
+    });
+}
+
+#[test]
+fn an_ask_that_cannot_be_read_ends_the_group_for_the_other_receivers_too() {
+    let sent = Barrier::new(2);
+    ranks("shm", 3, |rank, group, _| {
+        match rank {
+            0 => serve(group, snapshot(0.0), vec![1, 2]),
+            1 => {
+                sent.wait();
+                // Its deadline is far.
+                if let Err(e) = run(&fetch(group, 1)) {
+                    assert_ne!(e.kind(), ErrorKind::Timeout, "{e}");
+                }
+            }
+            _ => {
+                let ask = Tensor::from_vec(vec![9u8; 64]);
+                drop(group.send(ask, 0, TAG_ASK).map(|work| work.wait_done()));
+                sent.wait();
+            }
+        }
+        let until = soon();
+        while group.error().is_none() {
+            assert!(Instant::now() < until, "rank {rank} did not hear of the end");
+            std::thread::yield_now();
+        }
+        let text = group.error().unwrap().to_string();
+        assert!(text.contains("the state for rank 2"), "{text}");
+    });
 }
 
 #[test]

@@ -67,7 +67,6 @@ fn publish(server: &HttpTransport, own: f32) {
 fn fetch(servers: &[&HttpTransport], choice: Arc<dyn SourceChoice>, stall: Duration) -> Result<Fetched> {
     let sources = servers.iter().map(|s| CheckpointSource::at(s.metadata()));
     let mut fetch = Fetch::step(Step(5), sources.collect());
-    fetch.are_equal = false;
     fetch.choice = Some(choice);
     let options = FetchOptions {
         stall_timeout: stall,
@@ -141,7 +140,6 @@ fn a_choice_that_this_rank_cannot_follow_ends_the_fetch_and_names_the_source() {
         CheckpointSource::at(url.clone()),
     ];
     let mut fetch = Fetch::step(Step(5), sources);
-    fetch.are_equal = false;
     fetch.choice = Some(played(0, |_| Some(1)));
     let e = fetch
         .run(Instant::now() + LONG, &FetchOptions::default())

@@ -106,12 +106,6 @@ impl FakeSource {
         self.shared.requests.load(Ordering::SeqCst)
     }
 
-    /// [`Self::sent`] for another thread.
-    pub(crate) fn counter(&self) -> impl Fn() -> usize + Send + Sync + 'static {
-        let shared = Arc::clone(&self.shared);
-        move || shared.sent.load(Ordering::SeqCst)
-    }
-
     /// How many bytes of chunks it sent so far.
     pub(crate) fn sent(&self) -> usize {
         self.shared.sent.load(Ordering::SeqCst)

@@ -4,9 +4,10 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use ftcore::{Epoch, Error, ErrorKind, Step};
-use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict, fetch, fetch_with};
+use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict};
 
 use crate::fake_source::{Asked, FakeSource, Reply, honest, snapshot, state};
+use crate::{fetch, fetch_with};
 
 /// Far beyond what any of these tests takes when it passes.
 const LONG: Duration = Duration::from_secs(120);
@@ -307,54 +308,6 @@ fn a_server_that_does_not_speak_the_protocol_is_named() {
         let e = fails(&source, &FetchOptions::default());
         assert_eq!(e.kind(), ErrorKind::Protocol, "{raw}: {e}");
     }
-}
-
-#[test]
-fn two_sources_with_different_states_of_one_step_are_a_divergence_that_names_both() {
-    let (a, b) = (snapshot(5, 64, 2.0), snapshot(5, 64, 3.0));
-    let (one, other) = (
-        FakeSource::start(&a, |_, _| Reply::Honest),
-        FakeSource::start(&b, |_, _| Reply::Honest),
-    );
-    for urls in [[one.url(), other.url()], [other.url(), one.url()]] {
-        let e = fetch(&urls, Step(5), long()).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
-        let text = e.to_string();
-        for part in [
-            one.address(),
-            other.address(),
-            a.manifest().digest().to_hex().to_string(),
-            b.manifest().digest().to_hex().to_string(),
-            "step 5 of epoch 9".into(),
-        ] {
-            assert!(text.contains(&part), "{part} is not in: {text}");
-        }
-    }
-}
-
-#[test]
-fn a_source_whose_manifest_comes_last_still_contradicts_a_state_that_is_complete() {
-    let first = FakeSource::start(&snapshot(5, 64, 2.0), |_, _| Reply::Honest);
-    let done = {
-        let (first, chunks) = (
-            first.counter(),
-            snapshot(5, 64, 2.0).manifest().total_bytes() as usize,
-        );
-        move || {
-            while first() < chunks {
-                std::thread::yield_now();
-            }
-        }
-    };
-    let late = FakeSource::start(&snapshot(5, 64, 3.0), move |asked, _| {
-        if *asked == Asked::Manifest {
-            done();
-        }
-        Reply::Honest
-    });
-    let e = fetch(&[first.url(), late.url()], Step(5), long()).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
-    assert!(e.message().contains("different states"), "{e}");
 }
 
 #[test]

@@ -6,9 +6,10 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use ftcore::{Epoch, ErrorKind, Step};
-use oxccl_checkpoint::{HttpTransport, Manifest, Snapshot, StateDict, TransportOptions, decode, fetch};
+use oxccl_checkpoint::{HttpTransport, Manifest, Snapshot, StateDict, TransportOptions, decode};
 
 use crate::fake_source::{snapshot, state};
+use crate::fetch;
 
 const LONG: Duration = Duration::from_secs(120);
 

@@ -443,7 +443,7 @@ impl Actor {
     /// after a look at whether it still leads. A save is such a look too. The pushes tell of evidence, and cost at most an attempt.
     async fn act(&mut self, event: Event) -> Option<Error> {
         let mut refused = None;
-        let mut confirmed = false;
+        let (mut confirmed, mut saves) = (false, false);
         if self.over.is_some() {
             return None;
         }
@@ -459,7 +459,7 @@ impl Actor {
                 return None;
             }
             match action {
-                Action::Save(_) => {}
+                Action::Save(_) => saves = true,
                 Action::Deliver { tickets, quorum } => match self.journal.written() {
                     Ok(()) => self.deliver(&tickets, &quorum),
                     Err(error) => self.put_off(&tickets, &quorum, &error),
@@ -495,6 +495,12 @@ impl Actor {
                     }
                 }
                 Action::Operated { ticket, outcome } => {
+                    // An eviction is to hold after a restart, too.
+                    let recorded = if saves { self.journal.written() } else { Ok(()) };
+                    let outcome = outcome.and_then(|told| match recorded {
+                        Ok(()) => Ok(told),
+                        Err(error) => Err(unrecorded(&told, error)),
+                    });
                     if let Some(reply) = self.operators.remove(&ticket) {
                         let _ = reply.send(outcome);
                     }
@@ -540,6 +546,16 @@ impl Actor {
             }
         }
     }
+}
+
+/// The error of an eviction that the disk did not take.
+fn unrecorded(evicted: &[String], error: Error) -> Error {
+    let text = format!(
+        "{} is out now, but a lighthouse that starts again would not know: {}",
+        evicted.join(", "),
+        error.message()
+    );
+    Error::new(ErrorKind::Unavailable, text).with_source(error)
 }
 
 /// The most ids in a line of the log.

@@ -17,8 +17,8 @@ pub(super) const GRACE: Duration = Duration::from_millis(500);
 pub(super) struct Callers {
     lines: HashMap<String, BTreeMap<u64, Weak<Line>>>,
     ids: HashMap<u64, Vec<String>>,
-    /// Ids without a connection, and when their grace is over, oldest first.
-    without: Vec<(Instant, String)>,
+    /// Ids without a connection, and when their grace is over.
+    without: BTreeMap<String, Instant>,
     /// By id, the connections that are being read to the end.
     read: HashMap<String, BTreeSet<u64>>,
 }
@@ -26,6 +26,7 @@ pub(super) struct Callers {
 impl Callers {
     /// `id` calls over the connection with the number `line`.
     pub(super) fn call(&mut self, line: u64, connection: Weak<Line>, id: String) {
+        self.without.remove(&id);
         self.lines.entry(id.clone()).or_default().insert(line, connection);
         self.ids.entry(line).or_default().push(id);
     }
@@ -42,7 +43,7 @@ impl Callers {
                 self.lines.remove(&id);
                 none_left.push(id.clone());
                 if by_peer {
-                    self.without.push((now + GRACE, id));
+                    self.without.insert(id, now + GRACE);
                 }
             }
         }
@@ -80,11 +81,15 @@ impl Callers {
 
     /// Those whose grace is over and who have not connected again.
     pub(super) fn gone(&mut self, now: Instant) -> Vec<String> {
-        let over = self.without.iter().take_while(|(until, _)| *until <= now).count();
-        let over: Vec<String> = self.without.drain(..over).map(|(_, id)| id).collect();
-        over.into_iter()
-            .filter(|id| !self.lines.contains_key(id))
-            .collect()
+        let mut over = Vec::new();
+        self.without.retain(|id, until| {
+            let is_over = *until <= now;
+            if is_over {
+                over.push(id.clone());
+            }
+            !is_over
+        });
+        over
     }
 
     /// What has ended until now is no evidence.
@@ -121,5 +126,24 @@ mod tests {
         callers.forgive();
         assert_eq!(callers.gone(at(30_000)), [""; 0]);
         assert!(callers.lines.is_empty() && callers.ids.is_empty() && callers.without.is_empty());
+    }
+
+    #[test]
+    fn what_ended_before_a_replica_connected_again_says_nothing_of_its_new_connection() {
+        let (mut callers, start) = (Callers::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        callers.call(1, Weak::new(), "a".into());
+        callers.ended(1, true, at(0));
+        callers.call(2, Weak::new(), "a".into());
+        // The lighthouse closed that one itself.
+        callers.ended(2, false, at(400));
+        assert_eq!(callers.gone(at(520)), [""; 0]);
+        // And the grace begins anew.
+        callers.call(3, Weak::new(), "a".into());
+        callers.ended(3, true, at(600));
+        callers.call(4, Weak::new(), "a".into());
+        callers.ended(4, true, at(1000));
+        assert_eq!(callers.gone(at(1150)), [""; 0]);
+        assert_eq!(callers.gone(at(1500)), ["a"]);
     }
 }

@@ -5,6 +5,7 @@ use std::io::{ErrorKind as IoKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use ftcore::forked::Parents;
 use ftcore::identity::Rarely;
 use ftcore::{Error, ErrorKind, Result};
 use protocol::quorum::Record;
@@ -19,8 +20,8 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 #[derive(Debug)]
 pub(crate) struct StateFile {
     path: PathBuf,
-    /// A file beside it, because a lock does not survive a rename. `None` once closed.
-    lock: Mutex<Option<File>>,
+    /// A file beside it, because a lock does not survive a rename. `None` once closed. A child that is forked off would keep the lock.
+    lock: Mutex<Option<Parents<File>>>,
     /// A record that the disk did not take, to be tried again.
     unsaved: Mutex<Option<Record>>,
     failures: Rarely,
@@ -72,7 +73,7 @@ impl StateFile {
         let written = File::create(&probe).and_then(|mut f| f.write_all(b"{}").and_then(|()| f.sync_data()));
         written.map_err(unwritable)?;
         std::fs::remove_file(&probe).map_err(unwritable)?;
-        let lock = Mutex::new(Some(lock));
+        let lock = Mutex::new(Some(lock.into()));
         let file = Self {
             path,
             lock,
@@ -143,7 +144,11 @@ impl StateFile {
 
     /// Gives the file up, for another lighthouse to go on with; this one saves nothing more.
     pub(crate) fn close(&self) {
-        *self.lock.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(lock) = lock {
+            // Also where a child that was forked off in the wrong moment has a copy. If that cannot be, closing it is what there is.
+            let _ = flock(&lock, FlockOperation::Unlock);
+        }
     }
 }
 
@@ -251,6 +256,9 @@ mod tests {
             error.to_string().contains("another lighthouse that is running"),
             "{error}"
         );
+        // As a process has it that was forked off before the number was noted.
+        let copy = |file: &StateFile| file.lock.lock().unwrap().as_ref().unwrap().try_clone().unwrap();
+        let _copy = copy(&first);
         first.close();
         let (second, _) = StateFile::open(&path).unwrap();
         assert_eq!(first.save(&record()).unwrap_err().kind(), ErrorKind::InvalidState);

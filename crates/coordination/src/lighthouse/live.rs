@@ -52,7 +52,7 @@ struct State {
 struct Picture {
     /// As under `/status`, with 200 replicas at most in each list.
     status: LighthouseStatus,
-    /// What `oxccl why` says.
+    /// What `oxccl why` says, with lists as long.
     why: Why,
     throughput: Vec<Throughput>,
     /// How long the lists are.
@@ -135,7 +135,9 @@ impl Live {
 
     async fn look(&self) -> Option<Bytes> {
         let mut look = known(&self.frontend).await?;
-        let why = look.status.explain();
+        let mut why = look.status.explain();
+        why.replicas.truncate(MAX_SHOWN);
+        why.notes.truncate(MAX_SHOWN);
         let status = &mut look.status;
         let (members, healthy, waiting) = (
             status.participants.len(),

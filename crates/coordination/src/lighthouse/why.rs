@@ -1,5 +1,7 @@
 //! What a job waits for, on whom, since when, and what would free it: read from the lighthouse's status, for `oxccl why` and the dashboard alike (pure).
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
 use super::status::LighthouseStatus;
@@ -71,27 +73,32 @@ fn explain(s: &LighthouseStatus) -> Why {
             notes: Vec::new(),
         };
     }
-    let mut why = if s.waiting.is_empty() {
-        at_work(s)
-    } else {
-        waits(s)
-    };
+    let mut why = if is_idle(s) { at_work(s) } else { waits(s) };
     why.notes.extend(notes(s));
     why
 }
 
-/// Healthy replicas that have not asked for the next quorum.
-fn not_asking(s: &LighthouseStatus) -> Vec<String> {
-    let asks = |id: &str| s.waiting.iter().any(|w| w.replica_id == id);
-    let healthy = s.healthy.iter().map(|h| &h.replica_id);
-    healthy.filter(|id| !asks(id)).cloned().collect()
+/// No replica asks for a quorum. Calls may wait all the same: those of spares, which ask for none. An older version has no verdict.
+fn is_idle(s: &LighthouseStatus) -> bool {
+    s.verdict == "idle" || s.waiting.is_empty()
 }
 
-/// No call waits: all members are in their step, or none takes part.
+/// Healthy replicas that have not asked for the next quorum.
+fn not_asking(s: &LighthouseStatus) -> Vec<String> {
+    let asking: HashSet<&str> = s.waiting.iter().map(|w| w.replica_id.as_str()).collect();
+    let healthy = s.healthy.iter().map(|h| &h.replica_id);
+    healthy
+        .filter(|id| !asking.contains(id.as_str()))
+        .cloned()
+        .collect()
+}
+
+/// All members are in their step, or none takes part.
 fn at_work(s: &LighthouseStatus) -> Why {
-    let healthy = |id: &str| s.healthy.iter().any(|h| h.replica_id == id);
+    let healthy: HashSet<&str> = s.healthy.iter().map(|h| h.replica_id.as_str()).collect();
     let members: Vec<String> = s.participants.iter().map(|p| p.replica_id.clone()).collect();
-    let present: Vec<String> = members.iter().filter(|id| healthy(id)).cloned().collect();
+    let is_present = |id: &&String| healthy.contains(id.as_str());
+    let present: Vec<String> = members.iter().filter(is_present).cloned().collect();
     let step = s.participants.iter().map(|p| p.step).max().unwrap_or(0);
     let (Some(formed), false) = (s.formed_ms, present.is_empty()) else {
         return none_there(s, &members);
@@ -295,7 +302,7 @@ fn notes(s: &LighthouseStatus) -> Vec<String> {
             _ => format!("{id} is out since {ago}: {reason}"),
         });
     }
-    if s.aborted.is_some() && !s.waiting.is_empty() {
+    if s.aborted.is_some() && !is_idle(s) {
         notes.extend(
             s.aborted
                 .iter()
@@ -324,4 +331,57 @@ fn notes(s: &LighthouseStatus) -> Vec<String> {
         }
     }
     notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::status::{HealthyReplica, ParticipantStatus, SpareStatus, WaitingReplica};
+    use super::*;
+
+    #[test]
+    fn a_spare_that_waits_does_not_hide_that_the_members_hang() {
+        let replica_id = |id: &str| id.to_string();
+        let status = LighthouseStatus {
+            leads: true,
+            verdict: "idle".into(),
+            participants: ["a", "b"].map(replica_id).map(participant).into(),
+            healthy: ["a", "b"].map(replica_id).map(healthy).into(),
+            waiting: vec![WaitingReplica {
+                replica_id: replica_id("c"),
+                waiting_ms: 1000,
+            }],
+            spares: vec![SpareStatus {
+                replica_id: replica_id("c"),
+                fetching: false,
+            }],
+            formed_ms: Some(3_600_000),
+            pace_ms: Some(1000),
+            ..LighthouseStatus::default()
+        };
+        let why = status.explain();
+        assert!(why.stuck, "{why:?}");
+        assert_eq!(why.replicas, ["a", "b"]);
+        assert!(why.notes.iter().any(|n| n.contains("c is far behind")), "{why:?}");
+        // A moment ago it was none.
+        let before = LighthouseStatus {
+            formed_ms: Some(500),
+            ..status
+        };
+        assert!(!before.explain().stuck);
+    }
+
+    fn participant(replica_id: String) -> ParticipantStatus {
+        ParticipantStatus {
+            replica_id,
+            step: 7,
+            ..ParticipantStatus::default()
+        }
+    }
+
+    fn healthy(replica_id: String) -> HealthyReplica {
+        HealthyReplica {
+            replica_id,
+            heartbeat_age_ms: 0,
+        }
+    }
 }

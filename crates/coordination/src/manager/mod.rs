@@ -16,7 +16,7 @@ use crate::channel::wait_for;
 use crate::clock::{self, deadline_in};
 use crate::lighthouses::Lighthouses;
 use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
-use protocol::{MAX_ID_BYTES, Member};
+use protocol::Member;
 
 mod actor;
 mod counts;
@@ -130,11 +130,7 @@ impl ManagerServer {
     /// Errors: `InvalidArgument` for the configuration, `Unavailable` if the lighthouse cannot be reached within
     /// `connect_timeout`, `Conflict` if the address is in use.
     pub fn start(config: ManagerServerConfig) -> Result<Self> {
-        if config.replica_id.is_empty() || config.replica_id.len() > MAX_ID_BYTES {
-            return Err(Error::invalid(format!(
-                "replica_id has 1 to {MAX_ID_BYTES} bytes"
-            )));
-        }
+        protocol::quorum::check_id(&config.replica_id)?;
         if config.world_size == 0 {
             return Err(Error::invalid("world_size is 0; a replica has at least one rank"));
         }

@@ -1,6 +1,6 @@
 //! What must hold, looked at whenever a rank is told something or commits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ftcore::{Epoch, Step};
 use protocol::QuorumResult;
@@ -14,6 +14,11 @@ pub(super) struct Checks {
     epochs: BTreeMap<Epoch, Vec<String>>,
     /// By epoch and step: what the ranks of a replica decided.
     decisions: BTreeMap<(String, Epoch, Step, i64), bool>,
+    /// The epochs whose commits the lighthouse can tell from those of strangers, and the step that the job has come to.
+    remembered: BTreeSet<Epoch>,
+    furthest: Step,
+    /// By replica and group rank: the state that it holds, and the epoch of its last commit or heal.
+    states: BTreeMap<(String, u32), (Step, String, Epoch)>,
 }
 
 impl Checks {
@@ -43,18 +48,52 @@ impl Checks {
         if known != members {
             return Err(format!("INV-7: epoch {epoch} is {known:?} and {members:?}"));
         }
+        if answer.max_step < self.furthest {
+            // What its members had committed beyond that is given up.
+            self.remembered.clear();
+        }
+        self.furthest = answer.max_step;
+        self.remembered.insert(epoch);
         Ok(())
+    }
+
+    /// A lighthouse starts, with the record of this epoch.
+    pub(super) fn lighthouse_starts(&mut self, recorded: Option<Epoch>) {
+        self.remembered = recorded.into_iter().collect();
+    }
+
+    /// A replica is refused for good: one of its ranks comes from an epoch that the lighthouse knows nothing of.
+    pub(super) fn may_be_refused(&self, replica: &str, newest: Option<Epoch>) -> bool {
+        let states = self.of(replica).filter(|(step, ..)| *step > Step(0));
+        let mut of = states.map(|(_, _, epoch)| *epoch).chain(newest);
+        of.any(|epoch| !self.remembered.contains(&epoch))
+    }
+
+    /// The ranks of a replica hold no state together.
+    pub(super) fn has_none(&self, replica: &str) -> bool {
+        let mut states = self.of(replica).map(|(step, lineage, _)| (step, lineage));
+        let first = states.next();
+        states.any(|state| Some(state) != first)
+    }
+
+    fn of(&self, replica: &str) -> impl Iterator<Item = &(Step, String, Epoch)> {
+        let all = (replica.to_string(), 0)..=(replica.to_string(), u32::MAX);
+        self.states.range(all).map(|(_, state)| state)
     }
 
     /// A rank stands at a step of a history with this value.
     pub(super) fn state(
         &mut self,
-        who: &str,
+        replica: &str,
         group_rank: u32,
         rank: &Rank,
         value: u64,
     ) -> Result<(), String> {
         let (step, lineage) = (rank.step(), rank.lineage().as_str().to_string());
+        let held = self.states.entry((replica.to_string(), group_rank)).or_default();
+        if (held.0, &held.1) != (step, &lineage) {
+            *held = (step, lineage.clone(), rank.epoch().unwrap_or_default());
+        }
         if lineage.is_empty() {
             return Ok(());
         }
@@ -63,7 +102,7 @@ impl Checks {
             return Ok(());
         }
         Err(format!(
-            "INV-5, INV-6: {who} holds {value:x} at step {step}, another replica {first:x}"
+            "INV-5, INV-6: rank {group_rank} of {replica} holds {value:x} at step {step}, another replica {first:x}"
         ))
     }
 

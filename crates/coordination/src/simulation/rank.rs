@@ -182,7 +182,12 @@ impl Training {
                 Next::Ask => return Ok(()),
                 Next::Ready => break None,
                 Next::Lost(error) => break Some(error),
-                Next::End(error) if error.kind() == ErrorKind::InvalidState => return Err(error),
+                Next::End(error)
+                    if error.kind() == ErrorKind::InvalidState
+                        && self.at.job.checks().has_none(&self.at.replica) =>
+                {
+                    return Err(error);
+                }
                 Next::End(error) => {
                     return Err(self.violate(format!("{} ends for good: {error}", self.who())));
                 }
@@ -223,6 +228,16 @@ impl Training {
             self.at
                 .job
                 .note(|| format!("{} gets no quorum: {error}", self.who()));
+            if error.kind() == ErrorKind::Conflict {
+                let (at, epoch) = (&self.at, self.rank.epoch());
+                let may_be = at.job.checks().may_be_refused(&at.replica, epoch);
+                if !may_be {
+                    return Err(self.violate(format!(
+                        "{} is refused although it would heal: {error}",
+                        self.who()
+                    )));
+                }
+            }
             if matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Conflict) {
                 return Err(error);
             }
@@ -312,10 +327,10 @@ impl Training {
     }
 
     fn state_holds(&self) -> Result<()> {
-        let (who, job) = (self.who(), &self.at.job);
+        let (at, job) = (&self.at, &self.at.job);
         let held = job
             .checks()
-            .state(&who, self.at.group_rank, &self.rank, self.value);
+            .state(&at.replica, at.group_rank, &self.rank, self.value);
         self.check(held)
     }
 

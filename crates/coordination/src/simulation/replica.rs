@@ -63,6 +63,8 @@ pub(super) fn start_lighthouse(job: &Job, disk: &Plate, accept_rollback: bool) -
         true => (Journal::Simulated(disk.of(host.clone())), disk.record()),
         false => (Journal::Nowhere, None),
     };
+    let recorded = record.as_ref().filter(|r| !r.members.is_empty());
+    job.checks().lighthouse_starts(recorded.map(|r| r.quorum_id));
     let (routes, keeps) = lighthouse::simulated(&config, record, journal);
     let limits = ConnectionLimits {
         silence: HEARTBEAT,

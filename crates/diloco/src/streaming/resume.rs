@@ -9,6 +9,8 @@ use crate::{Diloco, Parameters};
 /// Names in a saved run, besides those of the state that heals.
 const STEP: &str = "diloco/step";
 const GRADIENT: &str = "diloco/gradient";
+/// There if the gradient, and what its fragment holds, are copies of another replica's work.
+const COPY: &str = "diloco/copy";
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Everything that this replica goes on from, for a checkpoint on disk: the state that also heals, the step, and the outer
@@ -22,6 +24,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         out.insert_i64s(STEP, &[self.step().0])?;
         if let Some(values) = self.rounds.kept() {
             out.insert_f32(GRADIENT, &[values.len()], values)?;
+        }
+        if self.rounds.is_copy() {
+            out.insert_i64s(COPY, &[1])?;
         }
         self.whole(inner, true).save(&mut out)?;
         Ok(out)
@@ -58,7 +63,11 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             return Err(Error::invalid(text));
         }
         self.whole(inner, true).load(from)?;
-        self.rounds.restored(now, gradient);
+        let is_copy = from.get(COPY).is_some();
+        self.rounds.restored(now, gradient, is_copy);
+        if is_copy {
+            self.replica.set_healed();
+        }
         Ok(())
     }
 }

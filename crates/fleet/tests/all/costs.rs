@@ -160,6 +160,41 @@ fn small_buckets_wait_for_one_way_each_where_ways_are_long() {
     assert!(near(time(1 << 18), time(100 << 18), 0.02));
 }
 
+/// 26.2 million values in int8, 10 Gbit/s, 20 ms: the bytes alone take 22 ms.
+#[test]
+fn a_quantised_operation_waits_for_a_way_for_as_many_slices_as_are_under_way() {
+    let time = |hosts, bucket| {
+        let links = uniform(hosts, 1, 10e9, 0.02);
+        let int8: Format = "int8".parse().unwrap();
+        let cost = int8.in_buckets(&Costs::new(&links), &Group::all(&links), 100 << 18, bucket);
+        cost.unwrap().time.get()
+    };
+    // 64 slices, 17 at once: four ways.
+    let one = time(2, 100 << 18);
+    assert!((0.08..0.12).contains(&one), "{one}");
+    // A bucket begins when the one before has ended.
+    let in_buckets = time(2, 1 << 18);
+    assert!((2.0..2.6).contains(&in_buckets), "{in_buckets}");
+    // Of several rounds the group below sends only the first one ahead: three ways a slice.
+    let of_four = time(4, 100 << 18);
+    assert!((3.3..4.0).contains(&of_four), "{of_four}");
+}
+
+#[test]
+fn over_several_connections_no_operation_goes_ahead_of_another() {
+    let next = |connections: u32| {
+        let text = format!(
+            r#"{{"hosts": [{{"name": "a", "count": 2}}], "local": {{"rate": 1e11}},
+            "between": {{"rate": "10gbit", "delay": "20ms"}}, "connections": {connections}}}"#
+        );
+        let cost = all_reduce(&Links::from_json(&text).unwrap(), 1 << 20);
+        (cost.time.get(), cost.next.get())
+    };
+    let ((time, next_of_one), (_, next_of_four)) = (next(1), next(4));
+    assert!(time > 0.02 && next_of_one < 0.001, "{time} {next_of_one}");
+    assert_eq!(next_of_four, time);
+}
+
 #[test]
 fn the_last_bucket_is_paid_for_although_it_is_not_full() {
     let links = uniform(4, 1, 10e9, 0.001);

@@ -9,6 +9,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 use std::vec::Drain;
 
+use crate::later;
+
 /// What an operation is ordered with: those of one channel start and are told in the order of submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Channel {
@@ -540,6 +542,11 @@ impl<E: Clone> Machine<E> {
         if self.grace.is_some() {
             self.expire(now);
         }
+    }
+
+    /// When the caller of an operation that fails at `due` is told at the latest: once the grace of the failure is over.
+    pub(super) fn told_by(&self, due: Instant) -> Instant {
+        later(later(due, self.overtime), self.rules.grace)
     }
 
     /// When to look at [`overdue`](Self::overdue) and [`tick`](Self::tick) again.

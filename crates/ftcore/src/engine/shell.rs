@@ -15,10 +15,10 @@ use super::machine::{Action, Answer, Channel, End, Machine, Refusal, Rules, Stag
 use super::sync::{Condvar, Mutex, MutexGuard, spawn};
 use super::ticket::{Ended, Ticket};
 use crate::flight_recorder;
-use crate::work::Recorder;
+use crate::work::{self, Recorder};
 use crate::{
-    Collective, Completer, Completion, Error, ErrorKind, Event, Failed, Result, Tensor, Work, deadline_in,
-    driven_work_pair, lifecycle, time_left, work_pair,
+    Collective, Completer, Completion, Error, ErrorKind, Event, Failed, OpKind, Result, Tensor, Work,
+    deadline_in, lifecycle, time_left,
 };
 
 /// What a group submits: an operation with whatever its driver needs besides.
@@ -333,7 +333,7 @@ impl<D: Driver> Engine<D> {
                 return Err(Box::new((error, job)));
             }
         };
-        let (work, completer) = self.pair(number, &label, deadline);
+        let (work, completer) = self.pair(number, label.kind, deadline, state.machine.told_by(due));
         completer.numbered(number);
         if let Some(recorder) = self.recorder.get() {
             completer.record(recorder.queued(&label.summary, None));
@@ -454,7 +454,7 @@ impl<D: Driver> Engine<D> {
         spawn(&self.name, move || executor.execute(channel))
     }
 
-    fn pair(&self, number: u64, label: &Label, deadline: Instant) -> (Work, Completer) {
+    fn pair(&self, number: u64, kind: OpKind, deadline: Instant, report: Instant) -> (Work, Completer) {
         let me = self.me.clone();
         let abort = move |reason: &str| {
             if let Some(engine) = me.upgrade()
@@ -465,13 +465,13 @@ impl<D: Driver> Engine<D> {
         };
         let budget = self.driver.spin_budget().caller;
         if budget.is_zero() {
-            return work_pair(label.kind, deadline, abort);
+            return work::pair(kind, deadline, report, Box::new(abort), None);
         }
         let ended = Arc::new(AtomicBool::new(false));
         let seen = ended.clone();
-        let (work, completer) = driven_work_pair(label.kind, deadline, abort, move |until| {
-            look(until.min(deadline_in(budget)), || seen.load(Ordering::Acquire));
-        });
+        let drive =
+            move |until: Instant| look(until.min(deadline_in(budget)), || seen.load(Ordering::Acquire));
+        let (work, completer) = work::pair(kind, deadline, report, Box::new(abort), Some(Box::new(drive)));
         work.on_complete(move |_| ended.store(true, Ordering::Release));
         (work, completer)
     }

@@ -256,3 +256,46 @@ fn the_others_of_a_monitored_barrier_wait_for_rank_0_beyond_its_deadline() {
     assert_eq!(due(1, &monitored), Duration::from_secs(1));
     assert_eq!(due(1, &Collective::Barrier), Duration::ZERO);
 }
+
+/// Keeps what it gets, whatever is asked of it.
+struct Keeps(Mutex<Vec<Ticket<Self>>>);
+
+impl Driver for Keeps {
+    type Job = Collective;
+    const OVERTIME: Duration = Duration::from_secs(20);
+
+    fn enqueue(&self, _: Collective, ticket: Ticket<Self>) {
+        self.0.lock().unwrap().push(ticket);
+    }
+    fn interrupt(&self, _: &Error, _: Ended<Self>) {}
+    fn release(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_caller_waits_for_what_the_engine_says_of_an_operation_that_its_driver_keeps() {
+    let rules = Rules {
+        depth: 1,
+        grace: Duration::from_millis(100),
+        gives_up: false,
+    };
+    let engine = Engine::start("ox-test", PLACE, rules, Keeps(Mutex::default())).unwrap();
+    // All but the grace is over when the driver gets it, which is on this thread.
+    let deadline = Instant::now() - Keeps::OVERTIME;
+    let label = Label::of(&Collective::Barrier);
+    let work = engine
+        .submit_here(Collective::Barrier, label, deadline)
+        .map_err(|r| r.0);
+    let error = work.unwrap().take().unwrap_err();
+    assert!(
+        error.to_string().contains("not finished at its deadline"),
+        "{error}"
+    );
+    assert_eq!(
+        (error.context().rank, error.context().epoch),
+        (Some(0), Some(PLACE.epoch))
+    );
+    let kept = std::mem::take(&mut *engine.driver().0.lock().unwrap());
+    drop(kept);
+}

@@ -2,10 +2,23 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::net::{RecvFlags, recv};
 
 use crate::forked::Parents;
 use crate::identity::records::{Opener, Sealer};
 use crate::identity::strangers::Caller;
+use crate::{Error, descriptors};
+
+/// What the system did not let this rank do.
+pub(super) fn refused_here(what: &str, error: io::Error) -> Error {
+    descriptors::named(Error::io(what, error))
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A connection. Reads and writes are those of its socket, blocking or not.
 #[derive(Debug)]
@@ -31,20 +44,21 @@ impl From<TcpStream> for Line {
 impl Line {
     /// A second hand on the connection, for the one that reads; this one writes from now on.
     pub(crate) fn reader(&mut self) -> io::Result<Self> {
-        let mut reader = Self::from(self.stream.try_clone()?);
+        let mut reader = Self::from(descriptors::with_room(|| self.stream.try_clone())?);
         reader.opener = self.opener.take();
         Ok(reader)
     }
 
-    /// What can be read, without taking it; 0 at the end. On an encrypted connection, of one record.
+    /// What can be read now, without taking it; 0 at the end. On an encrypted connection, of one record. Never blocks.
     pub(crate) fn peek(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let Some(opener) = &mut self.opener else {
-            return self.stream.peek(into);
+            let (n, _) = recv(&*self.stream, into, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
+            return Ok(n);
         };
         while !opener.open()? {
-            match self.stream.read(opener.room())? {
-                0 => return Ok(0),
-                n => opener.received(n),
+            match recv(&*self.stream, opener.room(), RecvFlags::DONTWAIT)? {
+                (0, _) => return Ok(0),
+                (n, _) => opener.received(n),
             }
         }
         let n = opener.text().len().min(into.len());
@@ -52,6 +66,16 @@ impl Line {
             into.copy_from_slice(from);
         }
         Ok(n)
+    }
+}
+
+impl Line {
+    /// True if the peer has ended it, and nothing is left to be read.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        match self.peek(&mut [0]) {
+            Ok(n) => n == 0,
+            Err(e) => e.kind() != io::ErrorKind::WouldBlock,
+        }
     }
 }
 

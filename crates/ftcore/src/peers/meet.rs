@@ -1,13 +1,12 @@
 //! How the ranks of a configuration meet: rank 0 publishes its address and a token in the store; the others connect and greet; rank 0 lets all
 //! go on at once, or tells all what is wrong.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, OnceLock};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::FILES;
-use super::line::Line;
-use super::record::{Published, refusal, refused};
+use super::line::{Line, refused_here};
+use super::record::{Published, hex, refusal, refused};
 use super::wire::{Frame, Hello, Kind, Setup, TOKEN};
 use crate::bounded::bounded;
 use crate::engine::Place;
@@ -17,11 +16,11 @@ use crate::identity::strangers::{Caller as _, Greeted, Strangers};
 use crate::identity::{INSECURE, is_insecure, may_listen};
 use crate::lifecycle::nonce;
 use crate::{
-    Configuration, Credentials, Epoch, Error, ErrorKind, Result, deadline_in, host_address, time_left,
-    variable_prefix,
+    Configuration, Credentials, Epoch, Error, ErrorKind, Result, deadline_in, descriptors, host_address,
+    time_left, variable_prefix,
 };
 
-/// How long a store that does not answer is asked when something has failed already.
+/// How long the store is asked when something has failed already.
 const TELLING: Duration = Duration::from_millis(500);
 
 /// How a backend's ranks meet.
@@ -44,9 +43,9 @@ pub struct Terms {
 #[derive(Debug, Clone, Default)]
 pub struct Door {
     /// The address that the other hosts are told; without it the one of [`host_address::outward`].
-    host: Option<String>,
+    pub(super) host: Option<String>,
     /// Without credentials it is reached from other hosts all the same.
-    is_insecure: bool,
+    pub(super) is_insecure: bool,
 }
 
 impl Door {
@@ -71,7 +70,7 @@ impl Terms {
                 let variable = variable(self.backend);
                 Error::invalid(format!("{variable}={host} is not an IP address"))
             }),
-            None => Ok(host_address::outward(true).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))),
+            None => Ok(host_address::outward(false).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))),
         }
     }
 
@@ -83,13 +82,12 @@ impl Terms {
         format!("{}/{}/{}", c.prefix, c.epoch, self.backend)
     }
 
-    /// On rank 0: tells the others in the store why it cannot be met, before they can or after its port is closed.
-    pub fn refuse(&self, c: &Configuration, error: &Error) {
-        if c.world_size > 1 {
-            let by = deadline_in(TELLING).max(c.deadline);
-            // If that fails, too, they wait until their deadline.
-            let _ = c.store.set(&self.key(c), refused(error).as_bytes(), by);
-        }
+    /// On rank 0: tells those that come later in the store why it cannot be met.
+    fn refuse(&self, c: &Configuration, error: &Error) {
+        // If that fails, too, they wait until their deadline.
+        let _ = c
+            .store
+            .set(&self.key(c), refused(error).as_bytes(), deadline_in(TELLING));
     }
 }
 
@@ -98,9 +96,10 @@ impl Terms {
 pub struct Meeting {
     pub(super) backend: &'static str,
     pub(super) place: Place,
-    pub(super) lines: Vec<(u32, Line)>,
-    /// What rank 0 gives out; `None` if it gives nothing.
-    pub gift: Option<Vec<u8>>,
+    /// Shared with those that [watch](Self::watch) them.
+    pub(super) lines: Arc<Mutex<Vec<(u32, Line)>>>,
+    /// Before the keys of this meeting in the store.
+    pub(super) key: String,
     /// The rank before this one in an order of ranks by their processes, which is the same in every group of these processes. `None` for the first.
     pub before: Option<u32>,
 }
@@ -122,23 +121,23 @@ fn token() -> [u8; TOKEN] {
     token
 }
 
-/// Meets the other ranks. A call of all ranks. `gift`: on rank 0, what it gives out, of 4,096 bytes at most.
+/// Meets the other ranks. A call of all ranks.
 ///
 /// Errors: `Timeout` names the ranks that have not come (L33); `Mismatch` says how two ranks are set up; `Unsupported` names two ranks of one
-/// process where [`one_per_process`](Terms::one_per_process) forbids it; `InvalidArgument` for the second one that comes as a rank; `Protocol` if
-/// credentials differ; the reason of the token.
-pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<Meeting> {
-    let met = |gift, before, lines| Meeting {
+/// process where [`one_per_process`](Terms::one_per_process) forbids it, on these two; `InvalidArgument` for the second one that comes as a rank;
+/// `Protocol` if credentials differ, or another rank cannot take part for a fault of its own; the reason of the token.
+pub fn meet(c: &Configuration, terms: &Terms) -> Result<Meeting> {
+    let key = terms.key(c);
+    let met = |token, before, lines| Meeting {
         backend: terms.backend,
         place: Place::of(c),
-        lines,
-        gift,
+        lines: Arc::new(Mutex::new(lines)),
+        key: format!("{key}/{}", hex(token)),
         before,
     };
     if c.world_size == 1 {
-        return Ok(met(gift, None, Vec::new()));
+        return Ok(met(token(), None, Vec::new()));
     }
-    let key = terms.key(c);
     let hello = |token| Hello {
         token,
         rank: c.rank,
@@ -148,15 +147,15 @@ pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<M
         setup: Setup::of(&terms.setup),
     };
     if c.rank == 0 {
-        let (listener, published) = open(terms, gift.clone()).inspect_err(|e| terms.refuse(c, e))?;
+        let (listener, published) = open(c, terms).inspect_err(|e| terms.refuse(c, e))?;
         let own = hello(published.token);
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
         let (guests, before) = collect(c, terms, &listener, &own)?;
         let lines = guests.into_iter().map(|g| (g.hello.rank, g.stream));
-        return Ok(met(gift, before, lines.collect()));
+        return Ok(met(published.token, before, lines.collect()));
     }
     let bytes = from_store(c, &key)?;
-    if let Some(error) = refusal(&bytes) {
+    if let Some(error) = refusal(&bytes, c.rank) {
         return Err(error);
     }
     let published = Published::decode(&bytes).ok_or_else(|| {
@@ -170,21 +169,18 @@ pub fn meet(c: &Configuration, terms: &Terms, gift: Option<Vec<u8>>) -> Result<M
         // The port may be closed because another rank came first and did not fit: that stands in the store then.
         ErrorKind::Io | ErrorKind::PeerLost => {
             let now = c.store.get(&key, deadline_in(TELLING));
-            now.ok().and_then(|record| refusal(&record)).unwrap_or(error)
+            now.ok()
+                .and_then(|record| refusal(&record, c.rank))
+                .unwrap_or(error)
         }
         _ => error,
     })?;
-    Ok(met(published.gift, before, vec![(0, stream)]))
+    Ok(met(published.token, before, vec![(0, stream)]))
 }
 
 /// Rank 0's port, and what the others are told of it.
-fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(Parents<TcpListener>, Published)> {
-    let io = |e| {
-        Error::io(
-            format!("rank 0 cannot listen for control connections ({FILES})"),
-            e,
-        )
-    };
+fn open(c: &Configuration, terms: &Terms) -> Result<(Parents<TcpListener>, Published)> {
+    let io = |e| refused_here("rank 0 cannot listen for control connections", e);
     let is_open = terms.is_open();
     if !is_open && terms.door.host.is_some() {
         may_listen(
@@ -194,23 +190,23 @@ fn open(terms: &Terms, gift: Option<Vec<u8>>) -> Result<(Parents<TcpListener>, P
             false,
         )?;
     }
-    let bind = match is_open {
-        true => Ipv4Addr::UNSPECIFIED,
-        false => Ipv4Addr::LOCALHOST,
+    let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    let (address, bind) = match is_open {
+        true => match terms.own_address()? {
+            v4 @ IpAddr::V4(_) => (v4, Ipv4Addr::UNSPECIFIED.into()),
+            v6 @ IpAddr::V6(_) => (v6, Ipv6Addr::UNSPECIFIED.into()),
+        },
+        false => (loopback, loopback),
     };
-    let listener = TcpListener::bind((bind, 0)).map_err(io)?;
+    let listener = descriptors::with_room(|| TcpListener::bind((bind, 0))).map_err(io)?;
     listener.set_nonblocking(true).map_err(io)?;
+    descriptors::make_room(&listener, c.world_size);
     let port = listener.local_addr().map_err(io)?.port();
-    let address = match is_open {
-        true => terms.own_address()?,
-        false => bind.into(),
-    };
     let published = Published {
         token: token(),
         port,
         host: host_address::identity(),
         address,
-        gift,
     };
     Ok((listener.into(), published))
 }
@@ -240,7 +236,7 @@ fn collect(
     listener: &TcpListener,
     own: &Hello,
 ) -> Result<(Vec<Guest>, Option<u32>)> {
-    let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
+    let io = |e| refused_here("rank 0 cannot accept control connections", e);
     let mut guests: Vec<Guest> = Vec::new();
     let about = topic(terms.backend, c.epoch, NO_RANK);
     let mut strangers = Strangers::new(
@@ -250,7 +246,7 @@ fn collect(
         c.world_size as usize,
     );
     let next = || {
-        let (stream, from) = listener.accept()?;
+        let (stream, from) = descriptors::with_room(|| listener.accept())?;
         Ok((open_line(stream), from.to_string()))
     };
     let mut verdict = Ok(());
@@ -269,7 +265,7 @@ fn collect(
                 Err(e) => verdict = Err(io(e)),
                 Ok(None) => std::thread::sleep(Duration::from_micros(300)),
                 Ok(Some(mut greeted)) => match judge(&mut greeted, own) {
-                    Ok(hello) if guests.iter().any(|g| g.hello.rank == hello.rank) => {
+                    Ok(hello) if is_taken(&mut guests, hello.rank) => {
                         let e = taken(hello.rank);
                         let told = Frame::of_error(Kind::Refused, 0, &e, Some(hello.rank));
                         let _ = told.write(&mut greeted.caller);
@@ -288,23 +284,25 @@ fn collect(
     let mut order: Vec<(u64, u32)> = guests.iter().map(|g| (g.hello.process, g.hello.rank)).collect();
     order.push((own.process, 0));
     order.sort_unstable();
-    if terms.one_per_process && verdict.is_ok() {
-        verdict = one_per_process(&order, terms.backend);
-    }
-    if let Err(error) = &verdict {
-        terms.refuse(c, error);
-    }
+    let is_asked = terms.one_per_process && verdict.is_ok();
+    let alone = |rank| match is_asked {
+        true => one_per_process(&order, rank, terms.backend),
+        false => Ok(()),
+    };
+    verdict = verdict.and_then(|()| alone(0));
     let before = |rank: u32| {
         let place = order.iter().position(|(_, r)| *r == rank)?;
         order.get(place.checked_sub(1)?).map(|(_, r)| *r)
     };
     for guest in &mut guests {
-        let frame = match &verdict {
-            Ok(()) => {
-                let before = before(guest.hello.rank).map_or(0, |r| u64::from(r) + 1);
+        let rank = guest.hello.rank;
+        let frame = match (&verdict, alone(rank)) {
+            (_, Err(own)) => Frame::of_error(Kind::Refused, 0, &own, Some(rank)),
+            (Err(e), _) => Frame::of_error(Kind::Refused, 0, e, None),
+            _ => {
+                let before = before(rank).map_or(0, |r| u64::from(r) + 1);
                 Frame::new(Kind::Ready, 0, before, "")
             }
-            Err(e) => Frame::of_error(Kind::Refused, 0, e, None),
         };
         if frame.write(&mut guest.stream).is_err() && verdict.is_ok() {
             let peer = guest.hello.rank;
@@ -316,8 +314,16 @@ fn collect(
         // The ranks that were told to go on need not wait for one that was not. One that cannot be told finds its connection closed.
         let frame = Frame::of_error(Kind::Failed, 0, error, error.context().peer);
         guests.iter_mut().for_each(|g| drop(frame.write(&mut g.stream)));
+        // Before the port is closed: who finds it so looks there. And after those that are here were told, who need no store for it.
+        terms.refuse(c, error);
     }
     verdict.map(|()| (guests, before(0)))
+}
+
+/// True if a guest came as `rank` and is still there. One that has gone leaves its place to its successor.
+fn is_taken(guests: &mut Vec<Guest>, rank: u32) -> bool {
+    guests.retain_mut(|g| g.hello.rank != rank || !g.stream.has_ended());
+    guests.iter().any(|g| g.hello.rank == rank)
 }
 
 /// What a second one that comes as `rank` is told; the first one's place is not touched.
@@ -327,14 +333,23 @@ fn taken(rank: u32) -> Error {
     Error::invalid(text).with_peer(rank)
 }
 
-/// `Unsupported` if two of the ranks, in the order of their processes, are in one.
-fn one_per_process(order: &[(u64, u32)], backend: &str) -> Result<()> {
+/// An error for `rank` if two of the ranks, in the order of their processes, are in one: `Unsupported` if it is one of two such, else `Protocol`.
+fn one_per_process(order: &[(u64, u32)], rank: u32, backend: &str) -> Result<()> {
     let pairs = order.iter().zip(order.iter().skip(1));
-    match pairs.into_iter().find(|(a, b)| a.0 == b.0) {
-        Some(((_, a), (_, b))) => Err(Error::unsupported(format!(
-            "ranks {a} and {b} are in one process, and {backend} takes one rank per process. Run them as processes, or isolated (each in a child \
-             process)"
-        ))),
+    let pairs = pairs.filter(|(a, b)| a.0 == b.0).map(|(a, b)| (a.1, b.1));
+    let own = pairs.clone().find(|(a, b)| [*a, *b].contains(&rank));
+    let kind = match own {
+        Some(_) => ErrorKind::Unsupported,
+        None => ErrorKind::Protocol,
+    };
+    match own.or_else(|| pairs.into_iter().next()) {
+        Some((a, b)) => Err(Error::new(
+            kind,
+            format!(
+                "ranks {a} and {b} are in one process, and {backend} takes one rank per process. Run them as processes, or isolated (each in a \
+                 child process)"
+            ),
+        )),
         None => Ok(()),
     }
 }
@@ -421,20 +436,22 @@ fn connect(
     hello: &Hello,
 ) -> Result<(Line, Option<u32>)> {
     let is_here = host_address::is_here(&published.host);
-    let ip = match is_here {
-        true => IpAddr::V4(Ipv4Addr::LOCALHOST),
-        false => published.address,
+    let ip = match published.address {
+        IpAddr::V4(_) if is_here => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(_) if is_here => Ipv6Addr::LOCALHOST.into(),
+        elsewhere => elsewhere,
     };
     let hint = hint(is_here, ip, terms.is_open(), &variable(terms.backend));
     let address = SocketAddr::new(ip, published.port);
-    let unreached = |e| {
-        Error::io(
+    let unreached = |e| match descriptors::is_limit(&e) {
+        true => descriptors::reached("connecting to rank 0"),
+        false => Error::io(
             format!(
-                "rank 0 of {} cannot be reached at {address} (phase: control connections; {FILES}){hint}",
+                "rank 0 of {} cannot be reached at {address} (phase: control connections){hint}",
                 c.world_size
             ),
             e,
-        )
+        ),
     };
     let left = time_left(c.deadline).max(Duration::from_millis(1));
     // On a thread, as the token has to be looked at meanwhile, and a second attempt would give up what the first has reached.
@@ -443,7 +460,7 @@ fn connect(
         deadline_in(left),
         &|| c.cancel.reason(),
         &|| unreached(std::io::ErrorKind::TimedOut.into()),
-        move || TcpStream::connect_timeout(&address, left),
+        move || descriptors::with_room(|| TcpStream::connect_timeout(&address, left)),
         drop,
     )?
     .map_err(unreached)?;
@@ -467,7 +484,7 @@ fn connect(
             stream,
             frame.number.checked_sub(1).and_then(|r| u32::try_from(r).ok()),
         )),
-        frame if matches!(frame.kind, Kind::Refused | Kind::Failed) => Err(frame.error()),
+        frame if matches!(frame.kind, Kind::Refused | Kind::Failed) => Err(frame.error(c.rank)),
         _ => Err(Error::new(
             ErrorKind::Protocol,
             "rank 0 answered with something else",
@@ -530,34 +547,31 @@ fn hear(
         let text = format!("rank {peer} closed the connection (phase: control connections)");
         Error::new(ErrorKind::PeerLost, text).with_peer(peer)
     };
-    stream.stream.set_nonblocking(true).map_err(io)?;
-    // Perhaps rank 0 asks for credentials.
-    let mut seen = [0u8; 16];
+    let mut bytes = [0u8; Frame::MOST];
     loop {
-        match stream.peek(&mut seen) {
+        let there = match stream.peek(&mut bytes) {
             Ok(0) => return Err(closed()),
             Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return Err(closed()),
-            Ok(n) => match Refused::seen_without_credentials(seen.get(..n).unwrap_or_default()) {
-                Some(refused) => return Err(distrusts(&refused)),
-                None => break,
-            },
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                c.cancel.check()?;
-                if Instant::now() >= until {
-                    return Err(late());
-                }
-                std::thread::sleep(Duration::from_micros(300));
-            }
+            Ok(n) => bytes.get(..n).unwrap_or_default(),
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => &[],
             Err(e) => return Err(io(e)),
+        };
+        // Perhaps rank 0 asks for credentials.
+        if let Some(refused) = Refused::seen_without_credentials(there) {
+            return Err(distrusts(&refused));
         }
+        if Frame::seen(there).map_err(|e| e.with_peer(peer))?.is_some() {
+            // All of it is there, so that nothing is waited for.
+            return Frame::read(stream)
+                .map_err(|e| e.with_peer(peer))?
+                .ok_or_else(closed);
+        }
+        c.cancel.check()?;
+        if Instant::now() >= until {
+            return Err(late());
+        }
+        std::thread::sleep(Duration::from_micros(300));
     }
-    stream.stream.set_nonblocking(false).map_err(io)?;
-    stream
-        .stream
-        .set_read_timeout(Some(Duration::from_secs(1)))
-        .map_err(io)?;
-    let frame = Frame::read(stream).map_err(|e| e.with_peer(peer))?;
-    frame.ok_or_else(closed)
 }
 
 #[cfg(test)]
@@ -581,11 +595,21 @@ mod tests {
 
     #[test]
     fn two_ranks_of_one_process_are_refused_by_name() {
-        one_per_process(&[(1, 0), (2, 2), (3, 1)], "x").unwrap();
-        let e = one_per_process(&[(1, 0), (1, 2), (2, 1)], "x").unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Unsupported);
-        for part in ["ranks 0 and 2", "isolated", "x takes one"] {
-            assert!(e.to_string().contains(part), "{e}");
+        let told = |order: &[(u64, u32)], rank| one_per_process(order, rank, "x").err();
+        assert!(told(&[(1, 0), (2, 2), (3, 1)], 0).is_none());
+        let order = [(1, 0), (1, 2), (2, 1), (3, 3), (3, 4)];
+        let (own, other) = (ErrorKind::Unsupported, ErrorKind::Protocol);
+        for (rank, kind, ranks) in [
+            (0, own, "ranks 0 and 2"),
+            (1, other, "ranks 0 and 2"),
+            (2, own, "ranks 0 and 2"),
+            (4, own, "ranks 3 and 4"),
+        ] {
+            let e = told(&order, rank).unwrap();
+            assert_eq!(e.kind(), kind, "{rank}: {e}");
+            for part in [ranks, "isolated", "x takes one"] {
+                assert!(e.to_string().contains(part), "{e}");
+            }
         }
     }
 

@@ -16,15 +16,16 @@ mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Shutdown;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::engine::{Driver, Engine, Place, spawn};
 use crate::{Error, ErrorKind, Result, time_left};
 
-use line::Line;
+use line::{Line, lock, refused_here};
 use wire::{Frame, Kind};
 
+pub use meanwhile::{give_id, hear_id};
 pub use meet::{Door, Meeting, Terms, meet, ranks};
 
 /// What is heard.
@@ -38,9 +39,10 @@ enum Notice {
 /// Told of notices on a thread of this module; must not block.
 type Listener = Arc<dyn Fn(Notice) + Send + Sync>;
 
-/// What to do where the system gives no more sockets.
-const FILES: &str = "if files run out, raise `ulimit -n`";
-const SET_UP: &str = "setting a control connection up";
+/// What the system did not let this rank do with a connection that stands.
+fn not_set_up(error: std::io::Error) -> Error {
+    refused_here("setting a control connection up", error)
+}
 
 /// The connection to one rank.
 struct Link {
@@ -50,16 +52,15 @@ struct Link {
 
 impl Link {
     fn prepare(&self) -> Result<()> {
-        let io = |e| Error::io(format!("{SET_UP} ({FILES})"), e);
         let line = lock(&self.writer);
         let stream = &line.stream;
-        stream.set_nonblocking(false).map_err(io)?;
-        stream.set_nodelay(true).map_err(io)?;
-        stream.set_read_timeout(None).map_err(io)?;
+        stream.set_nonblocking(false).map_err(not_set_up)?;
+        stream.set_nodelay(true).map_err(not_set_up)?;
+        stream.set_read_timeout(None).map_err(not_set_up)?;
         // A peer that does not read its few bytes must not hold up an abort.
         stream
             .set_write_timeout(Some(Duration::from_millis(50)))
-            .map_err(io)
+            .map_err(not_set_up)
     }
 }
 
@@ -91,10 +92,6 @@ struct State {
     closed: bool,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Peers {
     /// Takes the connections of `meeting` over. What comes in waits until a backend [listens](Self::listen).
     ///
@@ -107,7 +104,10 @@ impl Peers {
         let peers = Self {
             backend: meeting.backend,
             place: meeting.place,
-            links: meeting.lines.into_iter().map(link).collect(),
+            links: std::mem::take(&mut *lock(&meeting.lines))
+                .into_iter()
+                .map(link)
+                .collect(),
             state: Mutex::default(),
             moved: Condvar::new(),
             leave: Mutex::default(),
@@ -145,8 +145,7 @@ impl Peers {
     /// Starts the threads that read.
     fn tell(self: &Arc<Self>, listener: Listener) -> Result<()> {
         let read = |link: &Link| {
-            let io = |e| Error::io(format!("{SET_UP} ({FILES})"), e);
-            let mut line = lock(&link.writer).reader().map_err(io)?;
+            let mut line = lock(&link.writer).reader().map_err(not_set_up)?;
             let (this, peer, listener) = (self.clone(), link.peer, listener.clone());
             spawn(&format!("ox-{}-notices-{peer}", self.backend), move || {
                 this.hear_all(peer, &mut line, &listener);
@@ -190,7 +189,7 @@ impl Peers {
             // The one that leaves because of a failure ends its connection; that must not overtake the cause.
             Kind::Failed if self.is_first() => {
                 self.tell_others(&frame, peer);
-                listener(Notice::Failed(frame.error()));
+                listener(Notice::Failed(frame.error(self.place.rank)));
                 self.end_barriers();
             }
             Kind::Bye => {

@@ -1,9 +1,14 @@
 //! Ranks that meet over real sockets; what an engine would hear is kept in a list.
 
-use std::net::{TcpListener, TcpStream};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::record::Published;
+use super::wire::{Hello, Setup};
 use super::*;
 use crate::{Cancel, Configuration, Epoch, InMemoryStore, Store, deadline_in};
 
@@ -53,7 +58,7 @@ struct Rank {
 
 impl Rank {
     fn connect(c: &Configuration) -> Self {
-        let peers = Peers::start(meet(c, &terms("same", false), None).unwrap()).unwrap();
+        let peers = Peers::start(meet(c, &terms("same", false)).unwrap()).unwrap();
         let (heard, moved) = (Arc::<Mutex<Vec<Notice>>>::default(), Arc::<Condvar>::default());
         let (list, bell) = (heard.clone(), moved.clone());
         let listener = move |notice| {
@@ -81,11 +86,11 @@ impl Rank {
 #[test]
 fn what_rank_0_gives_out_comes_to_all_in_an_order_of_processes() {
     let met = world(3, |c| {
-        let gift = (c.rank == 0).then(|| vec![7; 128]);
-        let meeting = meet(&c, &terms("same", false), gift).unwrap();
-        (meeting.gift.clone(), meeting.before)
+        let meeting = meet(&c, &terms("same", false)).unwrap();
+        let id = meeting.id(&c, || Ok(vec![c.rank as u8 + 7; 128])).unwrap();
+        (id, meeting.before)
     });
-    assert!(met.iter().all(|(gift, _)| *gift == Some(vec![7; 128])));
+    assert!(met.iter().all(|(id, _)| *id == [7; 128]));
     // All are in this process: by rank.
     assert_eq!(
         met.iter().map(|(_, before)| *before).collect::<Vec<_>>(),
@@ -101,7 +106,7 @@ fn ranks_that_are_set_up_in_other_ways_all_hear_both_ways() {
             c.store.wait(&["refused"], deadline_in(SOON)).unwrap();
         }
         let setup = ["ours 1.0", "ours 1.0", "ours 2.0"][c.rank as usize];
-        let e = meet(&c, &terms(setup, false), None).unwrap_err();
+        let e = meet(&c, &terms(setup, false)).unwrap_err();
         c.store.set("refused", b"1", deadline_in(SOON)).unwrap();
         e
     }) {
@@ -114,7 +119,7 @@ fn ranks_that_are_set_up_in_other_ways_all_hear_both_ways() {
 
 #[test]
 fn ranks_of_one_process_are_refused_where_the_library_takes_one() {
-    for e in world(2, |c| meet(&c, &terms("same", true), None).unwrap_err()) {
+    for e in world(2, |c| meet(&c, &terms("same", true)).unwrap_err()) {
         assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
         assert!(e.to_string().contains("ranks 0 and 1 are in one process"), "{e}");
     }
@@ -129,7 +134,7 @@ fn a_second_process_with_a_taken_rank_is_told_so() {
         }
         c.world_size = 3;
         c.rank = [0, 1, 1, 2][c.rank as usize];
-        let met = meet(&c, &terms("same", false), None);
+        let met = meet(&c, &terms("same", false));
         if met.is_err() {
             c.store.set("told", b"1", deadline_in(SOON)).unwrap();
         }
@@ -157,7 +162,6 @@ fn connecting_to_rank_0_ends_with_the_reason_of_the_token() {
         port: full.port(),
         host: crate::host_address::identity(),
         address: full.ip(),
-        gift: None,
     };
     world(1, |mut c| {
         (c.rank, c.world_size) = (1, 2);
@@ -171,10 +175,316 @@ fn connecting_to_rank_0_ends_with_the_reason_of_the_token() {
             (looked > 2).then(|| Error::new(ErrorKind::Aborted, "enough"))
         });
         let began = Instant::now();
-        let e = meet(&c, &terms("same", false), None).unwrap_err();
+        let e = meet(&c, &terms("same", false)).unwrap_err();
         assert_eq!((e.kind(), e.message()), (ErrorKind::Aborted, "enough"), "{e}");
         assert!(began.elapsed() < SOON / 2, "{:?}", began.elapsed());
     });
+}
+
+/// Rank 0's record.
+fn published(c: &Configuration) -> Published {
+    let record = c.store.get("p/3/x", deadline_in(SOON)).unwrap();
+    Published::decode(&record).unwrap()
+}
+
+/// A connection that has greeted at rank 0's port as `rank` of `world`.
+fn greets(c: &Configuration, rank: u32, world: u32) -> TcpStream {
+    let published = published(c);
+    let mut stream = TcpStream::connect((published.address, published.port)).unwrap();
+    let hello = Hello {
+        token: published.token,
+        rank,
+        world,
+        epoch: 3,
+        process: 7,
+        setup: Setup::of("same"),
+    };
+    hello.write(&mut stream).unwrap();
+    stream
+}
+
+#[test]
+fn a_rank_that_has_gone_leaves_its_place_to_its_successor() {
+    world(3, |c| {
+        if c.rank == 1 {
+            drop(greets(&c, 1, 3));
+        }
+        meet(&c, &terms("same", false)).unwrap();
+    });
+}
+
+#[test]
+fn no_look_waits_for_the_rest_of_a_frame() {
+    let frame = Frame::new(Kind::Failed, 1, 5 << 32 | 1, "no memory");
+    let mut bytes = Vec::new();
+    frame.write(&mut bytes).unwrap();
+    world(2, |c| {
+        let look = |n: usize| c.store.wait(&[&format!("{n} bytes")], deadline_in(SOON)).unwrap();
+        if c.rank == 1 {
+            let mut stream = greets(&c, 1, 2);
+            Frame::read(&mut stream).unwrap().unwrap();
+            for (n, part) in bytes.chunks(8).enumerate() {
+                stream.write_all(part).unwrap();
+                c.store
+                    .set(&format!("{n} bytes"), b"1", deadline_in(SOON))
+                    .unwrap();
+                c.store
+                    .wait(&[&format!("{n} looked at")], deadline_in(SOON))
+                    .unwrap();
+            }
+            return;
+        }
+        let meeting = meet(&c, &terms("same", false)).unwrap();
+        let watch = meeting.watch();
+        let parts = bytes.chunks(8).count();
+        for n in 0..parts - 1 {
+            look(n);
+            // Twice as long as it waits before it looks again.
+            std::thread::sleep(Duration::from_millis(10));
+            assert!(watch().is_none(), "of {n} parts");
+            c.store
+                .set(&format!("{n} looked at"), b"1", deadline_in(SOON))
+                .unwrap();
+        }
+        look(parts - 1);
+        let cancel = meeting.cancel(&c);
+        let e = cancel.in_turns(deadline_in(SOON), |until| {
+            std::thread::sleep(time_left(until));
+            Err::<(), _>(Error::timeout("a turn"))
+        });
+        let e = e.unwrap_err();
+        assert_eq!((e.kind(), e.context().peer), (ErrorKind::Backend, Some(1)), "{e}");
+        assert!(e.to_string().contains("no memory"), "{e}");
+        c.store
+            .set(&format!("{} looked at", parts - 1), b"1", deadline_in(SOON))
+            .unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_hears_half_a_verdict_ends_with_the_reason_of_the_token() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let published = Published {
+        token: [7; wire::TOKEN],
+        port: listener.local_addr().unwrap().port(),
+        host: crate::host_address::identity(),
+        address: listener.local_addr().unwrap().ip(),
+    };
+    world(2, |c| {
+        if c.rank == 0 {
+            let record = published.encode();
+            c.store
+                .set("p/3/x", record.as_bytes(), deadline_in(SOON))
+                .unwrap();
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.read_exact(&mut [0; Hello::BYTES]).unwrap();
+            stream.write_all(&[Kind::Ready as u8, 0, 0]).unwrap();
+            c.store.set("half", b"1", deadline_in(SOON)).unwrap();
+            return c.store.wait(&["heard"], deadline_in(SOON)).unwrap();
+        }
+        let (told, store) = (Cancel::default(), c.store.clone());
+        let cancel = told.clone();
+        let c = Configuration { cancel, ..c };
+        std::thread::scope(|scope| {
+            let meeting = scope.spawn(|| meet(&c, &terms("same", false)).unwrap_err());
+            store.wait(&["half"], deadline_in(SOON)).unwrap();
+            told.cancel(Error::new(ErrorKind::Aborted, "enough"));
+            let e = meeting.join().unwrap();
+            assert_eq!((e.kind(), e.message()), (ErrorKind::Aborted, "enough"), "{e}");
+        });
+        store.set("heard", b"1", deadline_in(SOON)).unwrap();
+    });
+}
+
+#[test]
+fn a_rank_0_that_cannot_take_part_ends_no_other_rank_s_run() {
+    let wrong = Terms {
+        door: Door {
+            host: Some("x".to_string()),
+            is_insecure: true,
+        },
+        ..terms("same", false)
+    };
+    let told = world(2, |c| meet(&c, &wrong).unwrap_err());
+    let kinds: Vec<ErrorKind> = told.iter().map(Error::kind).collect();
+    assert_eq!(
+        kinds,
+        [ErrorKind::InvalidArgument, ErrorKind::Protocol],
+        "{told:?}"
+    );
+    for e in told {
+        assert!(
+            e.to_string().contains("OXCCL_X_HOST=x is not an IP address"),
+            "{e}"
+        );
+    }
+}
+
+#[test]
+fn rank_0_is_reached_at_an_address_of_ipv6() {
+    if TcpListener::bind("[::1]:0").is_err() {
+        return;
+    }
+    let sixth = Terms {
+        door: Door {
+            host: Some("::1".to_string()),
+            is_insecure: true,
+        },
+        ..terms("same", false)
+    };
+    world(2, |c| {
+        if c.rank == 1 {
+            // As a rank of another host does it.
+            let published = published(&c);
+            assert_eq!(published.address, IpAddr::from(Ipv6Addr::LOCALHOST));
+            drop(TcpStream::connect((published.address, published.port)).unwrap());
+        }
+        meet(&c, &sixth).unwrap();
+    });
+}
+
+/// A store that takes rank 0's record, and answers no call to change it until rank 1 has heard.
+struct Slow {
+    inner: Arc<dyn Store>,
+    sets: AtomicU32,
+    /// How long it was to be asked, and whether rank 1 has heard meanwhile.
+    asked: Mutex<Option<(Duration, bool)>>,
+}
+
+fn not_here<T>() -> Result<T> {
+    Err(Error::unsupported("no call of a meeting"))
+}
+
+impl Store for Slow {
+    fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        if self.sets.fetch_add(1, Ordering::Relaxed) == 0 {
+            return self.inner.set(key, value, deadline);
+        }
+        let limit = time_left(deadline);
+        let heard = self.inner.wait(&["rank 1 has heard"], deadline_in(SOON)).is_ok();
+        *lock(&self.asked) = Some((limit, heard));
+        Err(Error::timeout("too late"))
+    }
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+        self.inner.get(key, deadline)
+    }
+    fn add(&self, _: &str, _: i64, _: Instant) -> Result<i64> {
+        not_here()
+    }
+    fn compare_set(&self, _: &str, _: &[u8], _: &[u8], _: Instant) -> Result<Vec<u8>> {
+        not_here()
+    }
+    fn check(&self, _: &[&str], _: Instant) -> Result<bool> {
+        not_here()
+    }
+    fn wait(&self, _: &[&str], _: Instant) -> Result<()> {
+        not_here()
+    }
+    fn delete(&self, _: &str, _: Instant) -> Result<bool> {
+        not_here()
+    }
+    fn append(&self, _: &str, _: &[u8], _: Instant) -> Result<()> {
+        not_here()
+    }
+    fn multi_get(&self, _: &[&str], _: Instant) -> Result<Vec<Vec<u8>>> {
+        not_here()
+    }
+    fn multi_set(&self, _: &[(&str, &[u8])], _: Instant) -> Result<()> {
+        not_here()
+    }
+    fn num_keys(&self, _: Instant) -> Result<i64> {
+        not_here()
+    }
+    fn list(&self, _: Instant) -> Result<Vec<String>> {
+        not_here()
+    }
+    fn barrier(&self, _: &str, _: u32, _: Instant) -> Result<()> {
+        not_here()
+    }
+}
+
+#[test]
+fn a_verdict_is_told_to_the_ranks_that_are_here_before_a_store_that_does_not_answer() {
+    world(2, |mut c| {
+        if c.rank == 1 {
+            let e = meet(&c, &terms("same", true)).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+            return c.store.set("rank 1 has heard", b"1", deadline_in(SOON)).unwrap();
+        }
+        let slow = Arc::new(Slow {
+            inner: c.store.clone(),
+            sets: AtomicU32::new(0),
+            asked: Mutex::default(),
+        });
+        c.store = slow.clone();
+        meet(&c, &terms("same", true)).unwrap_err();
+        let (limit, heard) = lock(&slow.asked).take().unwrap();
+        assert!(heard, "rank 1 was not told");
+        assert!(limit < SOON / 2, "it is asked for {limit:?}");
+    });
+}
+
+/// Limits are a process's: what this test says is played by one of its own.
+#[test]
+fn a_limit_on_descriptors_that_is_met_at_any_point_of_a_meeting_is_raised_or_named() {
+    const CHILD: &str = "OXCCL_TEST_FEW_DESCRIPTORS";
+    if std::env::var_os(CHILD).is_none() {
+        let name =
+            "peers::tests::a_limit_on_descriptors_that_is_met_at_any_point_of_a_meeting_is_raised_or_named";
+        let told = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&told.stdout);
+        return assert!(told.status.success() && text.contains("1 passed"), "{text}");
+    }
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    // All are taken but a few of the lowest, so that nothing shows that the limit is near.
+    let all_but = |room, maximum| {
+        let current = Some(1024);
+        setrlimit(Resource::Nofile, Rlimit { current, maximum }).unwrap();
+        let mut taken: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        taken.drain(..room);
+        taken
+    };
+    let mut met = 0;
+    for room in 0..8 {
+        let taken = all_but(room, maximum);
+        world(2, |c| {
+            let rank = Rank::connect(&c);
+            rank.peers.barrier(1, deadline_in(SOON)).unwrap();
+            c.store.barrier("over", 2, deadline_in(SOON)).unwrap();
+        });
+        met += u32::from(getrlimit(Resource::Nofile).current == maximum);
+        drop(taken);
+    }
+    assert!(met > 3, "the limit was met {met} times only");
+    let taken = all_but(0, Some(1024));
+    for e in world(2, |c| meet(&c, &terms("same", false)).unwrap_err()) {
+        for part in ["rank 0 cannot listen", "RLIMIT_NOFILE"] {
+            assert!(e.to_string().contains(part), "{e}");
+        }
+    }
+    drop(taken);
+}
+
+#[test]
+fn a_rank_that_waits_for_the_id_hears_why_there_is_none_and_of_its_deadline() {
+    for e in world(2, |c| {
+        let meeting = meet(&c, &terms("same", false)).unwrap();
+        let failed = meeting.id(&c, || Err(Error::new(ErrorKind::Backend, "no id today")));
+        let e = failed.unwrap_err();
+        if c.rank == 0 {
+            meeting.fail(&e);
+        }
+        c.store.barrier("heard", 2, deadline_in(SOON)).unwrap();
+        e
+    }) {
+        assert!(e.to_string().contains("no id today"), "{e}");
+    }
+    let e = hear_id(&InMemoryStore::new(), deadline_in(Duration::from_millis(30))).unwrap_err();
+    assert!(e.to_string().contains("phase: id"), "{e}");
 }
 
 #[test]

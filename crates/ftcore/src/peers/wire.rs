@@ -14,6 +14,8 @@ const VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"oxpeers\x00";
 /// A longer text is cut before it is sent; a longer one that arrives ends the connection.
 pub(super) const MAX_TEXT: usize = 4096;
+/// Bytes of a frame before its text.
+const HEAD: usize = 17;
 pub(crate) const TOKEN: usize = 16;
 /// Bytes of a [`Setup`].
 pub(crate) const SETUP: usize = 128;
@@ -145,6 +147,9 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
+    /// Bytes of the longest.
+    pub(crate) const MOST: usize = HEAD + MAX_TEXT;
+
     pub(crate) fn new(kind: Kind, origin: u32, number: u64, text: impl Into<String>) -> Self {
         Self {
             kind,
@@ -160,10 +165,14 @@ impl Frame {
         Self::new(kind, origin, number, error.to_string())
     }
 
-    /// And back: the error as this rank tells it. Blames the origin if that blames no rank.
-    pub(crate) fn error(&self) -> Error {
-        let kind = error_kind((self.number >> 32) as u8);
+    /// And back: the error as rank `own` tells it. Blames the origin if that blames no rank. What ends the run of the rank that it is the fault of
+    /// ([`ErrorKind::InvalidArgument`], [`ErrorKind::Unsupported`]) keeps its kind on that rank alone.
+    pub(crate) fn error(&self, own: u32) -> Error {
         let blamed = Some(self.number as u32).filter(|r| *r != u32::MAX);
+        let kind = match error_kind((self.number >> 32) as u8) {
+            ErrorKind::InvalidArgument | ErrorKind::Unsupported if blamed != Some(own) => ErrorKind::Protocol,
+            kind => kind,
+        };
         let text = match kind {
             ErrorKind::Aborted => format!("aborted by rank {}: {}", self.origin, self.text),
             _ => format!("rank {} reports: {}", self.origin, self.text),
@@ -187,13 +196,30 @@ impl Frame {
 
     /// `Ok(None)` at the end of the connection.
     pub(crate) fn read(stream: &mut impl Read) -> Result<Option<Self>> {
-        let mut head = [0u8; 17];
+        let mut head = [0u8; HEAD];
         match stream.read_exact(&mut head) {
             Ok(()) => {}
             Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(e) => return Err(unread(e)),
         }
-        let mut at = Reader(&head);
+        let (frame, length) = Self::headed(&head)?;
+        let mut text = vec![0u8; length];
+        stream.read_exact(&mut text).map_err(unread)?;
+        Ok(Some(frame.saying(&text)))
+    }
+
+    /// The frame that `bytes` begin with; `None` as long as not all of it is there.
+    pub(crate) fn seen(bytes: &[u8]) -> Result<Option<Self>> {
+        let Some((head, rest)) = bytes.split_first_chunk() else {
+            return Ok(None);
+        };
+        let (frame, length) = Self::headed(head)?;
+        Ok(rest.get(..length).map(|text| frame.saying(text)))
+    }
+
+    /// Without its text, and how long that is.
+    fn headed(head: &[u8; HEAD]) -> Result<(Self, usize)> {
+        let mut at = Reader(head);
         let [code] = at.take();
         let origin = u32::from_le_bytes(at.take());
         let number = u64::from_le_bytes(at.take());
@@ -205,14 +231,12 @@ impl Frame {
                 format!("a control frame of kind {code} with {length} bytes of text"),
             )
         })?;
-        let mut text = vec![0u8; length];
-        stream.read_exact(&mut text).map_err(unread)?;
-        Ok(Some(Self {
-            kind,
-            origin,
-            number,
-            text: String::from_utf8_lossy(&text).into_owned(),
-        }))
+        Ok((Self::new(kind, origin, number, ""), length))
+    }
+
+    fn saying(self, text: &[u8]) -> Self {
+        let text = String::from_utf8_lossy(text).into_owned();
+        Self { text, ..self }
     }
 }
 
@@ -255,16 +279,45 @@ mod tests {
     #[test]
     fn an_error_keeps_its_kind_its_words_and_whom_it_blames() {
         let e = Error::new(ErrorKind::PeerLost, "closed its connection");
-        let told = Frame::of_error(Kind::Failed, 3, &e, Some(7)).error();
+        let told = Frame::of_error(Kind::Failed, 3, &e, Some(7)).error(0);
         assert_eq!(told.kind(), ErrorKind::PeerLost);
         assert_eq!(told.context().peer, Some(7));
         assert!(
             told.to_string().contains("rank 3") && told.to_string().contains("closed its"),
             "{told}"
         );
-        let told = Frame::of_error(Kind::Failed, 0, &Error::new(ErrorKind::Aborted, "enough"), None).error();
+        let aborted = Error::new(ErrorKind::Aborted, "enough");
+        let told = Frame::of_error(Kind::Failed, 0, &aborted, None).error(1);
         assert_eq!(told.message(), "aborted by rank 0: enough");
         assert_eq!(told.context().peer, Some(0));
+    }
+
+    #[test]
+    fn what_ends_a_run_keeps_its_kind_on_the_rank_that_it_blames_alone() {
+        for kind in [ErrorKind::InvalidArgument, ErrorKind::Unsupported] {
+            let told = |blamed| {
+                Frame::of_error(Kind::Refused, 0, &Error::new(kind, "no such host"), blamed).error(2)
+            };
+            assert_eq!(told(Some(2)).kind(), kind);
+            for blamed in [None, Some(0), Some(1)] {
+                let e = told(blamed);
+                assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+                assert!(e.to_string().contains("rank 0 reports: no such host"), "{e}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_frame_is_seen_once_all_of_it_is_there() {
+        let frame = Frame::new(Kind::Failed, 3, 9, "text");
+        let mut bytes = Vec::new();
+        frame.write(&mut bytes).unwrap();
+        let whole = bytes.len();
+        bytes.extend([Kind::Bye as u8; 40]);
+        for there in 0..bytes.len() {
+            let seen = Frame::seen(&bytes[..there]).unwrap();
+            assert_eq!(seen, (there >= whole).then(|| frame.clone()), "of {there} bytes");
+        }
     }
 
     #[test]

@@ -436,24 +436,37 @@ fn sixteen_threads_add_without_losing_one() {
 }
 
 #[test]
-fn a_barrier_lets_nobody_through_before_the_last_caller() {
+fn a_barrier_lets_no_caller_through_before_the_last() {
     each(|f| {
-        let threads: Vec<_> = (0..3)
-            .map(|i| {
-                let store = if i % 2 == 0 {
-                    f.store.clone()
-                } else {
-                    f.other.clone()
-                };
-                thread::spawn(move || store.barrier("go", 4, soon()))
-            })
-            .collect();
-        f.blocked(3);
-        assert!(threads.iter().all(|t| !t.is_finished()), "{}", f.name);
-        f.store.barrier("go", 4, soon()).unwrap();
-        for t in threads {
-            t.join().unwrap().unwrap();
-        }
+        let is_last_there = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let callers: Vec<_> = [&f.store, &f.other, &f.store]
+                .into_iter()
+                .map(|store| {
+                    let is_last_there = &is_last_there;
+                    scope.spawn(move || {
+                        store.barrier("go", 4, soon()).unwrap();
+                        is_last_there.load(Ordering::SeqCst)
+                    })
+                })
+                .collect();
+            // Counted, and where that can be seen blocked.
+            let deadline = soon();
+            while f.other.get("go", soon()).unwrap() != b"3" {
+                assert!(
+                    Instant::now() < deadline,
+                    "{}: three callers should have come",
+                    f.name
+                );
+                thread::sleep(Duration::from_millis(1));
+            }
+            f.blocked(3);
+            is_last_there.store(true, Ordering::SeqCst);
+            f.store.barrier("go", 4, soon()).unwrap();
+            for caller in callers {
+                assert!(caller.join().unwrap(), "{}: one was let through", f.name);
+            }
+        });
     });
 }
 

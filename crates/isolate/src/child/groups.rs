@@ -251,7 +251,7 @@ impl Groups {
         reader.end()?;
         let Some(member) = self.member(group) else {
             let error = Error::new(ErrorKind::InvalidState, "the group is gone");
-            self.refused(id, group, express, error);
+            self.refused(id, group, express, error, true);
             return Ok(None);
         };
         let options = SubmitOptions {
@@ -274,7 +274,7 @@ impl Groups {
                 options,
             })),
             Err(rejected) => {
-                self.refused(id, group, express, rejected.error);
+                self.refused(id, group, express, rejected.error, true);
                 Ok(None)
             }
         }
@@ -302,7 +302,7 @@ impl Groups {
         let (on, checked, options) = ready.begin();
         let work = match on.member.group.submit(checked, options) {
             Ok(work) => work,
-            Err(rejected) => return self.refused(on.id, on.group, on.express, rejected.error),
+            Err(rejected) => return self.refused(on.id, on.group, on.express, rejected.error, true),
         };
         let (this, done) = (self.clone(), work.clone());
         work.on_complete(move |status| match status {
@@ -317,21 +317,22 @@ impl Groups {
         match on.member.group.execute(checked, options) {
             Ok(completion) => self.ended(&on, Ok(completion)),
             Err(failed) if is_refusal(&failed.error, &*on.member.group) => {
-                self.refused(on.id, on.group, on.express, failed.error);
+                let is_free = failed.tensors.len() == on.addresses.len();
+                self.refused(on.id, on.group, on.express, failed.error, is_free);
             }
             Err(failed) => self.failed(&on, failed.error, failed.tensors.len()),
         }
     }
 
-    /// The operation never began.
-    fn refused(&self, id: u64, group: u32, express: bool, error: Error) {
+    /// The operation never began. `released`: its memory came back all the same.
+    fn refused(&self, id: u64, group: u32, express: bool, error: Error, released: bool) {
         // A group that failed before says so with every refusal. The parent did not know yet, so for its caller the operation
         // was under way when the group failed: it fails with the first cause, as all others do.
         let first = self.member(group).and_then(|m| m.group.error());
         let done = Done {
             id,
             group,
-            released: true,
+            released,
             fatal: first.is_some(),
             result: Err(match first {
                 Some(first) if error.kind() == ErrorKind::Poisoned => first,

@@ -6,17 +6,17 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Collective, Completer, Configuration, DTypeSet, Device, Epoch, Error, ErrorKind,
-    FeatureSet, GroupInfo, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
-    Work, deadline_in, work_pair,
+    Capabilities, Checked, Collective, Completer, Completion, Configuration, DType, DTypeSet, Device, Epoch,
+    Error, ErrorKind, Failed, FeatureSet, GroupInfo, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result,
+    SubmitOptions, Tensor, Traffic, Work, Wrapper, deadline_in, work_pair,
 };
 use rustix::event::PollFlags;
 
-use super::groups::{Groups, Reporter};
+use super::groups::{Groups, Ready, Reporter};
 use crate::channel::{Filled, Receiver, pair, wait_for};
 use crate::store::proxy::Line;
 use crate::wire::frames::{Either, Order, Report, address, submit};
-use crate::wire::op::put;
+use crate::wire::op::{Place, put};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(20))
@@ -76,6 +76,26 @@ impl ProcessGroup for Asked {
     }
 }
 
+/// Refuses what it is to carry out, and keeps its memory.
+struct Keeps(Asked);
+
+impl Wrapper for Keeps {
+    fn inner(&self) -> &dyn ProcessGroup {
+        &self.0
+    }
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.0.submit(op, options)
+    }
+    fn execute(&self, op: Checked, _: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        std::mem::forget(op);
+        let (error, tensors) = (Error::invalid("not now"), Vec::new());
+        Err(Box::new(Failed { error, tensors }))
+    }
+    fn split(&self, color: Option<u32>, key: u32, by: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        self.0.split(color, key, by)
+    }
+}
+
 /// The next report but that of the group's failure, which may come before or after those of its operations; fails if there is none within 20 s.
 fn report(receiver: &mut Receiver) -> Report {
     loop {
@@ -93,12 +113,63 @@ fn report(receiver: &mut Receiver) -> Report {
     }
 }
 
-fn barrier(id: u64) -> Vec<u8> {
+/// The order of an operation, without the length that comes first.
+fn order(id: u64, op: &Collective, places: &[Place]) -> Vec<u8> {
     let mut frame = submit(0, true, soon(), None);
-    put(&mut frame, &Collective::Barrier, &mut std::iter::empty()).unwrap();
+    put(&mut frame, op, &mut places.iter().copied()).unwrap();
     let mut frame = frame.finish().unwrap();
     address(&mut frame, id, false);
-    frame
+    frame.split_off(4)
+}
+
+/// What an order says of an operation on these groups.
+fn ready(groups: &Groups, order: &[u8]) -> Ready {
+    let Either::Submission(submission) = Order::decode(order).unwrap() else {
+        panic!("not a submission");
+    };
+    groups.check(submission).unwrap().unwrap()
+}
+
+fn asked() -> Asked {
+    Asked {
+        capabilities: Capabilities {
+            ops: OpSet::of(&[OpKind::Barrier, OpKind::AllReduce]),
+            moves: DTypeSet::of(&[DType::U8]),
+            reduces: [DTypeSet::of(&[DType::U8]); ReduceOp::COUNT],
+            features: FeatureSet::NONE,
+            options: Vec::new(),
+            devices: vec!["cpu".into()],
+            notes: Vec::new(),
+        },
+        epoch: AtomicU64::new(1),
+        pending: Mutex::default(),
+    }
+}
+
+#[test]
+fn memory_that_a_group_keeps_of_what_it_refuses_is_not_told_as_free() {
+    let (parents, childs): (OwnedFd, OwnedFd) = pair().unwrap();
+    let (_express, childs_express) = pair().unwrap();
+    let (_stores, childs_stores) = pair().unwrap();
+    let reporter = Arc::new(Reporter::new(Arc::new(childs), childs_express));
+    let line = Line::open(childs_stores).unwrap();
+    let groups = Groups::new(reporter, line, Box::new(Keeps(asked())), None).unwrap();
+    let op = Collective::AllReduce {
+        tensors: vec![Tensor::zeros(DType::U8, 0)],
+        op: ReduceOp::Sum,
+    };
+    let nothing = Place {
+        segment: 0,
+        offset: 0,
+        dtype: DType::U8,
+        count: 0,
+    };
+    let order = order(1, &op, &[nothing]);
+    groups.execute(ready(&groups, &order));
+    let Report::Done { done } = report(&mut Receiver::new(Arc::new(parents), false)) else {
+        panic!("not the end of the operation");
+    };
+    assert_eq!((done.released, done.fatal), (false, false), "{:?}", done.result);
 }
 
 #[test]
@@ -107,31 +178,12 @@ fn a_group_that_tells_of_an_operation_while_it_is_asked_for_its_failure_holds_up
     let (_express, childs_express) = pair().unwrap();
     let (_stores, childs_stores) = pair().unwrap();
     let reporter = Arc::new(Reporter::new(Arc::new(childs), childs_express));
-    let group = Asked {
-        capabilities: Capabilities {
-            ops: OpSet::of(&[OpKind::Barrier]),
-            moves: DTypeSet::NONE,
-            reduces: [DTypeSet::NONE; ReduceOp::COUNT],
-            features: FeatureSet::NONE,
-            options: Vec::new(),
-            devices: vec!["cpu".into()],
-            notes: Vec::new(),
-        },
-        epoch: AtomicU64::new(1),
-        pending: Mutex::default(),
-    };
     let line = Line::open(childs_stores).unwrap();
-    let groups = Groups::new(reporter, line, Box::new(group), None).unwrap();
+    let groups = Groups::new(reporter, line, Box::new(asked()), None).unwrap();
     let mut receiver = Receiver::new(Arc::new(parents), false);
     // Twice: the thread that looks for failures goes on, and so does `configure`.
     for id in [1, 2] {
-        // Without the length that comes first.
-        let frame = barrier(id);
-        let Either::Submission(submission) = Order::decode(&frame[4..]).unwrap() else {
-            panic!("not a submission");
-        };
-        let ready = groups.check(submission).unwrap().unwrap();
-        groups.submit(ready);
+        groups.submit(ready(&groups, &order(id, &Collective::Barrier, &[])));
         let Report::Done { done } = report(&mut receiver) else {
             panic!("not the end of the operation");
         };

@@ -76,6 +76,21 @@ fn the_failure_of_a_group_that_was_never_made_is_refused() {
 }
 
 #[test]
+fn a_child_whose_store_calls_are_not_served_any_more_is_not_configured_again() {
+    let (link, _far) = orphaned();
+    let (ours, childs) = channel::pair().unwrap();
+    link.set_stores(Stores::serve(ours, link.pid).unwrap());
+    assert!(link.is_fresh());
+    // The length of a frame that is none.
+    channel::send(&childs, &[0xff; 8], &[], soon()).unwrap();
+    let until = soon();
+    while link.is_fresh() {
+        assert!(Instant::now() < until, "it is configured again");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
 fn who_waits_for_the_first_words_of_a_child_that_is_gone_is_told_why() {
     let (link, _far) = orphaned();
     link.collected(&Error::new(ErrorKind::Unavailable, "exited with status 1"));

@@ -65,6 +65,11 @@ impl Stores {
         number
     }
 
+    /// False once no call of the child is served any more.
+    pub(crate) fn is_open(&self) -> bool {
+        self.closed.reason().is_none()
+    }
+
     fn find(&self, number: u32) -> Result<Arc<dyn Store>> {
         let stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
         let found = stores.open.get(&number).map(|(store, _)| store.clone());

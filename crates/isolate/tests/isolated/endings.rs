@@ -2,6 +2,7 @@
 
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use ftcore::{
@@ -26,6 +27,7 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         "endings::the_last_notice_of_a_process_counts_even_where_its_end_is_seen_before_it",
         words_behind_the_end,
     ),
+    ("endings::an_abort_lets_go_of_a_caller_that_is_sending", sending),
     ("endings::a_process_that_ends_without_a_word_is_a_death", no_words),
     (
         "endings::l32_what_failed_first_is_told_whatever_its_rank_does_next",
@@ -137,6 +139,39 @@ fn backend_of(scene: &str) -> IsolateOptions {
     }
 }
 
+fn signal(child: u32, signal: Signal) {
+    let child = i32::try_from(child).unwrap();
+    kill_process(Pid::from_raw(child).unwrap(), signal).unwrap();
+}
+
+/// A thread in the middle of an order that the child does not read: it is stopped.
+fn stuck<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    group: &'scope IsolatedGroup,
+) -> ScopedJoinHandle<'scope, ()> {
+    signal(group.child_pid().unwrap(), Signal::STOP);
+    let (tell, told) = std::sync::mpsc::channel();
+    let thread = scope.spawn(move || {
+        let receive = |tag| Collective::Recv {
+            tensor: Tensor::zeros(DType::U8, 1),
+            peer: Some(1),
+            tag,
+        };
+        let ops = (0..LONG).map(receive).collect();
+        tell.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
+        let _ = group.run(Collective::Batch { ops }, SubmitOptions::default());
+    });
+    let sending = format!("/proc/self/task/{}/stat", told.recv().unwrap());
+    let sleeps = || std::fs::read_to_string(&sending).is_ok_and(|s| s.contains(") S "));
+    eventually("a full socket", || {
+        (0..20).all(|_| {
+            std::thread::sleep(Duration::from_millis(1));
+            sleeps()
+        })
+    });
+    thread
+}
+
 /// The process of rank 0: ends its group as the scene says, and itself at once.
 pub(crate) fn as_quitter() -> Option<ExitCode> {
     let scene = std::env::var(SCENE).ok()?;
@@ -155,33 +190,12 @@ pub(crate) fn as_quitter() -> Option<ExitCode> {
             std::mem::forget(group);
         }
         BEHIND => std::thread::scope(|scope| {
-            let child = i32::try_from(group.child_pid().unwrap()).unwrap();
-            let signal = |s| kill_process(Pid::from_raw(child).unwrap(), s).unwrap();
-            signal(Signal::STOP);
-            let (group, (tell, told)) = (&group, std::sync::mpsc::channel());
-            scope.spawn(move || {
-                let receive = |tag| Collective::Recv {
-                    tensor: byte(),
-                    peer: Some(1),
-                    tag,
-                };
-                let ops = (0..LONG).map(receive).collect();
-                tell.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
-                let _ = group.run(Collective::Batch { ops }, SubmitOptions::default());
-            });
-            // It sleeps because the child does not read.
-            let sending = format!("/proc/self/task/{}/stat", told.recv().unwrap());
-            let sleeps = || std::fs::read_to_string(&sending).is_ok_and(|s| s.contains(") S "));
-            eventually("a full socket", || {
-                (0..20).all(|_| {
-                    std::thread::sleep(Duration::from_millis(1));
-                    sleeps()
-                })
-            });
+            let child = group.child_pid().unwrap();
+            let _sending = stuck(scope, &group);
             group.abort("it ends");
             // A child that comes late, not one that is stuck.
             std::thread::sleep(Duration::from_millis(150));
-            signal(Signal::CONT);
+            signal(child, Signal::CONT);
             std::process::exit(0)
         }),
         "part dropped" => {
@@ -287,6 +301,27 @@ fn words_behind_the_end() {
         let error = heard_over(scene, true);
         assert!(error.to_string().contains(said), "{scene}: {error}");
     }
+}
+
+/// Long before the child is killed, which takes half a second.
+fn sending() {
+    with_gloo(2, false, |rank, group, store| {
+        if rank == 1 {
+            return store.wait(&["ended"], soon()).unwrap();
+        }
+        let child = group.child_pid().unwrap();
+        std::thread::scope(|scope| {
+            let sending = stuck(scope, group);
+            group.abort("enough");
+            sending.join().unwrap();
+            assert_eq!(
+                state_of(child),
+                Some('T'),
+                "it was released by the end of the child"
+            );
+        });
+        store.set("ended", b"", soon()).unwrap();
+    });
 }
 
 fn no_words() {

@@ -9,6 +9,7 @@ use ftcore::{
     ProcessGroupExt, ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, deadline_in,
 };
 use oxccl_isolate::{Helper, IsolateOptions, IsolatedGroup};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::rig::*;
 
@@ -26,6 +27,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         l36,
     ),
     ("lessons::l36_abort_ends_a_backend_that_cannot_abort", l36_abort),
+    (
+        "lessons::l36_a_deadline_that_is_long_past_is_a_time_out",
+        l36_long_past,
+    ),
     (
         "lessons::l27_ranks_of_a_backend_that_tells_nobody_hear_of_aborts_and_deaths",
         l27,
@@ -440,12 +445,24 @@ fn l42_texts() {
     }
 }
 
-/// Asks this program to say what an isolated group was told.
+/// Asks this program to say what an isolated group was told, or what [`LATE`] ends with.
 const TELL: &str = "OXCCL_ISOLATE_TEST_TELL";
+/// A blocking call on borrowed memory with a deadline that is long past, as of a process that was stopped, on a child that does not answer.
+const LATE: &str = "late";
 
 /// The process that says it.
 pub(crate) fn as_teller() -> Option<std::process::ExitCode> {
-    std::env::var_os(TELL)?;
+    if std::env::var_os(TELL)? == LATE {
+        let group = alone(options("gloo"));
+        let child = Pid::from_raw(i32::try_from(group.child_pid().unwrap()).unwrap()).unwrap();
+        kill_process(child, Signal::STOP).unwrap();
+        let past = Instant::now() - Duration::from_secs(30);
+        let error = group
+            .all_reduce_slice_with(&mut [1.0f32; 8], ReduceOp::Sum, SubmitOptions::by(past))
+            .unwrap_err();
+        println!("{:?}", error.kind());
+        return Some(std::process::ExitCode::SUCCESS);
+    }
     match IsolatedGroup::new(odd("")) {
         Ok(group) => {
             let info = group.info();
@@ -455,6 +472,21 @@ pub(crate) fn as_teller() -> Option<std::process::ExitCode> {
         Err(error) => println!("{error}"),
     }
     Some(std::process::ExitCode::SUCCESS)
+}
+
+/// In a program of its own: a call that returns while its memory is still in use ends that by SIGABRT.
+fn l36_long_past() {
+    // The engine's clock may be first: not always.
+    for _ in 0..3 {
+        let this = std::env::current_exe().unwrap();
+        let told = std::process::Command::new(this).env(TELL, LATE).output().unwrap();
+        assert!(told.status.success(), "{told:?}");
+        assert_eq!(
+            String::from_utf8_lossy(&told.stdout).trim(),
+            "Timeout",
+            "{told:?}"
+        );
+    }
 }
 
 fn typed() {

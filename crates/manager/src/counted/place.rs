@@ -1,9 +1,12 @@
 //! Where the tensors of a call lie, and how they are written there: on the host directly, on a device through its copies.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
-use ftcore::{Accelerator, Device, Result, Stream, Tensor, accelerator};
+use ftcore::{Accelerator, Device, Result, Stream, Tensor, accelerator, deadline_in};
+
+/// How long the copies of one tensor's result may take, from when it is there: it was in time.
+const COPY_LIMIT: Duration = Duration::from_secs(60);
 
 /// See the module.
 pub(super) enum Place {
@@ -90,13 +93,8 @@ impl Place {
         }
     }
 
-    /// Runs `change` over the bytes of `tensor`. Blocks for a device, until `deadline` at most.
-    pub(super) fn rewrite(
-        &self,
-        tensor: &mut Tensor,
-        deadline: Instant,
-        change: impl FnOnce(&mut [u8]),
-    ) -> Result<()> {
+    /// Runs `change` over the bytes of `tensor`. Blocks for a device. Errors: what the device says; a copy may then still write into `tensor`.
+    pub(super) fn rewrite(&self, tensor: &mut Tensor, change: impl FnOnce(&mut [u8])) -> Result<()> {
         match self {
             Self::Host => change(tensor.bytes_mut()),
             Self::Device { .. } if tensor.byte_len() == 0 => {}
@@ -108,7 +106,7 @@ impl Place {
                 change(&mut bytes);
                 accelerator.copy_in(&bytes, tensor, &**stream)?;
                 // The copy may still be on its way when the call returns; the result must not be.
-                stream.synchronize(deadline)?;
+                stream.synchronize(deadline_in(COPY_LIMIT))?;
             }
         }
         Ok(())

@@ -54,15 +54,15 @@ impl ReplicaState {
     }
 }
 
-/// One attempt to commit an outer step (DiLoCo) or a step (data parallel), committed or not.
+/// An outer step (DiLoCo) or a step (data parallel) that was committed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Commit {
-    /// The step that the vote was about.
+    /// The step.
     pub step: u64,
-    /// The epoch (quorum id) that it ran in.
+    /// The epoch (quorum id) in which it was committed.
     pub epoch: u64,
-    /// True if the step counts.
-    pub committed: bool,
+    /// Attempts at it that did not commit before.
+    pub failed_attempts: u32,
     /// Replicas in the quorum.
     pub participants: u32,
     /// Replicas whose values are in the reduction.
@@ -70,10 +70,10 @@ pub struct Commit {
     /// Hash of the global parameters after this step, hex; equal on all replicas that committed it.
     #[serde(default)]
     pub hash: Option<String>,
-    /// Inner compute since the previous `Commit` event of this incarnation, committed or not, in milliseconds.
+    /// Inner compute since the previous `Commit` event of this incarnation, in milliseconds.
     #[serde(with = "figure")]
     pub inner_ms: f64,
-    /// Time spent in this step's quorum, reduction and vote, in milliseconds.
+    /// Time spent in this step's quorums, reductions and votes, in milliseconds.
     #[serde(with = "figure")]
     pub sync_ms: f64,
     /// Bytes written to sockets in this incarnation so far.
@@ -389,7 +389,7 @@ mod tests {
         Commit {
             step: 12,
             epoch: 7,
-            committed: true,
+            failed_attempts: 0,
             participants: 2,
             contributors: 1,
             hash: Some("ab12".into()),
@@ -428,7 +428,7 @@ mod tests {
             EventKind::Commit(commit()),
             EventKind::Commit(Commit {
                 hash: None,
-                committed: false,
+                failed_attempts: 3,
                 ..commit()
             }),
             EventKind::Error {

@@ -259,7 +259,7 @@ mod tests {
         EventKind::Commit(Commit {
             step,
             epoch: 1,
-            committed: true,
+            failed_attempts: 0,
             participants: 2,
             contributors: 2,
             hash: None,

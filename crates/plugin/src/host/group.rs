@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{Label, Place};
 use ftcore::lifecycle::{Lifecycle, leave_at_exit};
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, DType, Device, Epoch, Error, Failed, GroupInfo,
-    ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, execute_by_submit,
-    forked,
+    Capabilities, Checked, Completion, Configuration, DType, Device, Epoch, Error, Failed, Feature,
+    GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    execute_by_submit, forked,
 };
 
 use super::driver::{Call, Engine, PluginDriver, Raw};
@@ -61,12 +61,20 @@ impl PluginGroup {
             let text = format!("a group without {name}");
             return Err(super::breach(&library.shown(), text));
         }
-        let capabilities = factory::capabilities(library, |said| {
+        let mut capabilities = factory::capabilities(library, |said| {
             if let Some(f) = table.capabilities {
                 // SAFETY: the plugin's own function and context; `said` lives for the call.
                 unsafe { f(table.ctx, said, Some(factory::take_capabilities)) }
             }
         });
+        if table.execute.is_none() && capabilities.has(Feature::Borrow) {
+            tracing::warn!(
+                plugin = library.shown(),
+                "a plugin's group advertises BORROW and has no execute: what is lent to it is copied"
+            );
+            // What is submitted may outlive the call that lent it.
+            capabilities.features = capabilities.features.without(Feature::Borrow);
+        }
         let info = ask(&raw).unwrap_or_else(|why| {
             tracing::warn!(
                 plugin = library.shown(),

@@ -59,28 +59,32 @@ pub(super) fn canonical(path: &Path) -> Result<PathBuf, Unavailable> {
 
 static OPENED: Mutex<BTreeMap<PathBuf, Result<&'static Library, Unavailable>>> = Mutex::new(BTreeMap::new());
 
-/// Opens the plugin at a canonical path. The second time gives what the first time gave, a failure too: its
-/// constructors have run.
+/// Opens the plugin at a canonical path. The second time gives what the first time gave, a failure too, once its
+/// constructors have run. A file that the loader did not take is tried again: it may have lacked descriptors or memory.
 pub(super) fn open(path: &Path) -> Result<&'static Library, Unavailable> {
     // Held while opening: `oxccl_plugin_open_v1` runs at most once. What it calls back (logging) does not come here.
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = opened.get(path) {
         return known.clone();
     }
-    let result = open_new(path).map(|l| &*Box::leak(Box::new(l)));
+    let dylib = load(path)?;
+    let result = begin_with(dylib, path).map(|l| &*Box::leak(Box::new(l)));
     opened.insert(path.to_path_buf(), result.clone());
     result
 }
 
-fn open_new(path: &Path) -> Result<Library, Unavailable> {
-    let shown = path.display().to_string();
+fn load(path: &Path) -> Result<Dylib, Unavailable> {
     // SAFETY: the user named this file, and a child process has opened it without a crash (or the caller takes the
     // risk, see `open_trusted`). RTLD_LOCAL: its symbols stay its own.
     let dylib = unsafe { Dylib::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-    let dylib = dylib.map_err(|e| Unavailable::LibraryNotLoadable {
-        library: shown.clone(),
+    dylib.map_err(|e| Unavailable::LibraryNotLoadable {
+        library: path.display().to_string(),
         text: innermost(&e),
-    })?;
+    })
+}
+
+fn begin_with(dylib: Dylib, path: &Path) -> Result<Library, Unavailable> {
+    let shown = path.display().to_string();
     // Once its constructors have run it stays, whatever comes.
     let dylib = ManuallyDrop::new(dylib);
     let missing = |symbol: &str| Unavailable::SymbolMissing {

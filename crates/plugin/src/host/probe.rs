@@ -73,6 +73,9 @@ static CONSTRUCTOR: extern "C" fn() = {
 fn child(path: &Path) -> i32 {
     // It must not outlive the process that waits for it.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    if is_alone() {
+        return 3;
+    }
     // The verdict has the pipe for itself: what the plugin prints goes to the standard error.
     let Ok(mut pipe) = rustix::io::dup(rustix::stdio::stdout()).map(std::fs::File::from) else {
         return 3;
@@ -87,6 +90,15 @@ fn child(path: &Path) -> i32 {
             .and_then(|()| pipe.flush())
             .is_err(),
     )
+}
+
+/// True if no process reads what this one writes: the one that waited ended before its death would be signalled here.
+fn is_alone() -> bool {
+    let stdout = rustix::stdio::stdout();
+    let mut pipe = [PollFd::new(&stdout, PollFlags::empty())];
+    let _ = poll(&mut pipe, Some(&Timespec::default()));
+    pipe.iter()
+        .any(|stdout| stdout.revents().contains(PollFlags::ERR))
 }
 
 /// What a listing asks of a backend: it must not crash or hang there either. Whether it can be used is asked again in the
@@ -110,7 +122,9 @@ pub(super) fn try_in_child(path: &Path, limit: Duration) -> Result<(), Unavailab
     if let Some(known) = verdict::known(&file) {
         return known;
     }
-    let verdict = run(path, limit);
+    // Only what is known of the file is kept: a trial that could not begin is made again.
+    let (child, helper) = start(path)?;
+    let verdict = watch(child, &helper, limit);
     verdict::keep(file, verdict.clone());
     verdict
 }
@@ -141,8 +155,8 @@ pub(super) fn try_side_by_side(paths: &BTreeSet<PathBuf>, limit: Duration) {
     });
 }
 
-fn run(path: &Path, limit: Duration) -> Result<(), Unavailable> {
-    let failed = |text: String| Unavailable::ProbeFailed { text };
+/// The child and the program that it runs.
+fn start(path: &Path) -> Result<(Child, PathBuf), Unavailable> {
     let helper = helper()?;
     let mut command = Command::new(&helper);
     command
@@ -152,9 +166,15 @@ fn run(path: &Path, limit: Duration) -> Result<(), Unavailable> {
         .stderr(Stdio::piped())
         // Of its own, so that whatever the plugin starts can be ended with it.
         .process_group(0);
-    let child = command
-        .spawn()
-        .map_err(|e| failed(format!("cannot start {}: {e}", helper.display())))?;
+    match command.spawn() {
+        Ok(child) => Ok((child, helper)),
+        Err(e) => Err(Unavailable::ProbeFailed {
+            text: format!("cannot start {}: {e}", helper.display()),
+        }),
+    }
+}
+
+fn watch(child: Child, helper: &Path, limit: Duration) -> Result<(), Unavailable> {
     let mut watched = Watched {
         child,
         deadline: deadline_in(limit),
@@ -179,10 +199,9 @@ fn run(path: &Path, limit: Duration) -> Result<(), Unavailable> {
     let answer = String::from_utf8_lossy(&watched.verdict).into_owned();
     match read_verdict(&answer) {
         Some(verdict) if status.success() => verdict,
-        _ => Err(failed(format!(
-            "{} ended with {status}; {words}",
-            helper.display()
-        ))),
+        _ => Err(Unavailable::ProbeFailed {
+            text: format!("{} ended with {status}; {words}", helper.display()),
+        }),
     }
 }
 

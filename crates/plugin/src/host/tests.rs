@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Capabilities, Collective, Configuration, DType, DTypeSet, Device, DeviceKind, Epoch, Error, ErrorKind,
-    FeatureSet, InMemoryStore, OpKind, OpSet, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor,
-    deadline_in,
+    Feature, FeatureSet, InMemoryStore, OpKind, OpSet, ProcessGroup, ProcessGroupExt, ReduceOp,
+    SubmitOptions, Tensor, deadline_in,
 };
 
+use super::driver::Execute;
 use super::group::PluginGroup;
 use super::library::Library;
 use crate::abi::{self, Fault, Growing, NONE, OK};
@@ -61,7 +62,7 @@ unsafe extern "C" fn capabilities(_: *mut c_void, reply_ctx: *mut c_void, reply:
         ops: OpSet::of(&[OpKind::AllReduce, OpKind::Barrier]),
         moves: DTypeSet::of(&DType::ALL),
         reduces: [DTypeSet::of(&DType::ALL); ReduceOp::COUNT],
-        features: FeatureSet::NONE,
+        features: FeatureSet::of(&[Feature::Borrow]),
         options: Vec::new(),
         devices: vec!["cpu".into()],
         notes: Vec::new(),
@@ -137,6 +138,10 @@ unsafe extern "C" fn device(ctx: *mut c_void, _: u32, table: *mut abi::DeviceTab
 
 /// A configured group on devices of `kind`, and what its plugin knows.
 fn group(kind: &'static str) -> (PluginGroup, &'static Plugin) {
+    group_with(kind, Some(execute))
+}
+
+fn group_with(kind: &'static str, execute: Option<Execute>) -> (PluginGroup, &'static Plugin) {
     let plugin: &Plugin = Box::leak(Box::new(Plugin {
         kind,
         events: AtomicUsize::new(0),
@@ -157,7 +162,7 @@ fn group(kind: &'static str) -> (PluginGroup, &'static Plugin) {
     table.capabilities = Some(capabilities);
     table.configure = Some(configure);
     table.submit = Some(submit);
-    table.execute = Some(execute);
+    table.execute = execute;
     table.abort = Some(abort);
     table.shutdown = Some(shutdown);
     table.close = Some(close);
@@ -206,6 +211,21 @@ fn a_blocking_operation_that_failed_by_its_outcome_alone_has_failed() {
         (ErrorKind::Backend, "no way")
     );
     assert_eq!(failed.tensors.len(), 1);
+}
+
+/// A call of such a group may return while its memory is still the plugin's.
+#[test]
+fn a_group_without_execute_does_not_borrow_whatever_it_says() {
+    let (group, _) = group("cpu");
+    assert!(group.capabilities().has(Feature::Borrow));
+    let (group, plugin) = group_with("cpu", None);
+    assert!(!group.capabilities().has(Feature::Borrow));
+    // Ends this process if it was lent.
+    let error = group.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Backend, "{error}");
+    let buffer = plugin.held.lock().unwrap().take().unwrap();
+    // SAFETY: the host's own function, once.
+    unsafe { buffer.release.unwrap()(buffer.owner) };
 }
 
 #[test]

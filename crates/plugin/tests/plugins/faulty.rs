@@ -1,14 +1,15 @@
 //! Every fault that a plugin file can have, and what comes of it: a typed reason, and the file is never opened here.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use ftcore::registry::{OnConflict, Unavailable};
-use ftcore::{Capabilities, Error, ErrorKind, OpKind, OpSet, Registry};
+use ftcore::{Capabilities, Error, ErrorKind, OpKind, OpSet, Registry, deadline_in};
 use libtest_mimic::Trial;
-use oxccl_plugin::{load, load_within};
+use oxccl_plugin::{load, load_within, open_trusted};
 
-use crate::{Outcome, build, ensure, header, text, trial, trial_in_c};
+use crate::{Outcome, build, ensure, header, odd, text, trial, trial_in_c};
 
 /// Enough for a child on a busy machine; hangs are given less.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -124,6 +125,11 @@ pub(crate) fn trials() -> Vec<Trial> {
         refused_with("one_that_crashes_in_its_own_probe_is_never_opened", 18, |r| {
             crashed(r, 7, "")
         }),
+        trial_in_c("faulty::a_trial_ends_that_no_process_waits_for", unwaited),
+        trial(
+            "faulty::a_file_that_the_loader_did_not_take_is_opened_later",
+            taken_later,
+        ),
         trial_in_c(
             "faulty::one_that_writes_beyond_what_it_was_told_hurts_nobody",
             || load(&fault(14)?).map(drop).map_err(text),
@@ -230,4 +236,33 @@ fn two() -> Outcome {
         "a strict registration was accepted"
     );
     Ok(())
+}
+
+/// As one whose parent was killed before it asked to be told of that.
+fn unwaited() -> Outcome {
+    let (reader, writer) = std::io::pipe().map_err(text)?;
+    drop(reader);
+    let mut trial = Command::new(std::env::current_exe().map_err(text)?)
+        .env("OXCCL_PLUGIN_PROBE", fault(11)?)
+        .stdout(writer)
+        .spawn()
+        .map_err(text)?;
+    let until = deadline_in(Duration::from_secs(20));
+    while Instant::now() < until && trial.try_wait().map_err(text)?.is_none() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let ended = trial.try_wait().map_err(text)?;
+    trial.kill().map_err(text)?;
+    trial.wait().map_err(text)?;
+    ensure!(ended.is_some(), "it hangs in the plugin");
+    Ok(())
+}
+
+fn taken_later() -> Outcome {
+    let folder = tempfile::tempdir().map_err(text)?;
+    let path = folder.path().join("odd.so");
+    std::fs::write(&path, "half of a file").map_err(text)?;
+    ensure!(open_trusted(&path).is_err(), "it was opened");
+    std::fs::copy(odd::library()?, &path).map_err(text)?;
+    open_trusted(&path).map(drop).map_err(text)
 }

@@ -99,7 +99,7 @@ fn play(scene: &str) -> Outcome {
     // consistent in it.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        let end = child(groups, &store);
+        let end = child(groups, &store, (scene == ISOLATED).then_some(&backend));
         if let Err(why) = &end {
             eprintln!("in the child: {why}");
         }
@@ -121,7 +121,18 @@ fn play(scene: &str) -> Outcome {
     Ok(())
 }
 
-fn child(groups: Groups, store: &Arc<dyn Store>) -> Outcome {
+fn child(groups: Groups, store: &Arc<dyn Store>, isolated: Option<&Backend>) -> Outcome {
+    if let Some(backend) = isolated {
+        // The thread that starts child processes is the parent's: it would be waited for.
+        let begun = Instant::now();
+        let made = backend.factory.create(&Device::CPU, &GroupOptions::default());
+        let e = made.err().ok_or("the child may make a group")?;
+        ensure!(
+            e.kind() == ErrorKind::InvalidState && e.to_string().contains("forked"),
+            "{e}"
+        );
+        ensure!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    }
     for group in &groups {
         let refused = group
             .all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)

@@ -80,6 +80,9 @@ pub(super) fn assign(
             .map(rank)
             .transpose()?,
         contributor_world_size: rank(contributors.len())?,
+        closes: contributors
+            .iter()
+            .all(|&i| members.get(i).is_some_and(|m| m.is_last)),
         ..QuorumResult::default()
     };
     let count = sources.len().max(1);

@@ -235,6 +235,27 @@ fn who_healed_into_a_step_stands_aside_in_every_attempt_at_it() {
 }
 
 #[test]
+fn those_that_contribute_close_the_run_and_who_healed_into_the_step_has_no_say() {
+    let closes = |steps_of: &[i64], healed: &[usize], last: &[usize]| {
+        let mut q = with_healed(steps(steps_of), healed);
+        for &i in last {
+            q.participants[i].is_last = true;
+        }
+        let told: Vec<bool> = (0..steps_of.len()).map(|i| at(&q, i, 0, true).closes).collect();
+        assert!(told.iter().all(|t| *t == told[0]), "{told:?}");
+        told[0]
+    };
+    // One that comes back, and one that was a spare just before.
+    assert!(closes(&[7, 7, 0], &[], &[0, 1]));
+    assert!(closes(&[7, 7, 7], &[2], &[0, 1]));
+    assert!(!closes(&[7, 7, 7], &[], &[0, 1]));
+    assert!(!closes(&[7, 7, 0], &[], &[0, 2]));
+    // All that is left are copies.
+    assert!(!closes(&[7, 7], &[0, 1], &[0]));
+    assert!(closes(&[7, 7], &[0, 1], &[0, 1]));
+}
+
+#[test]
 fn the_initial_sync_happens_once_also_if_its_step_is_done_again() {
     let first = steps(&[0, 0, 0]);
     assert_eq!(contributors(&first), [0]);
@@ -298,13 +319,16 @@ proptest! {
 
     #[test]
     fn every_part_is_what_the_written_out_rules_give_for_the_whole_list(
-        members in prop::collection::vec((0i64..3, 0usize..3, any::<bool>(), 0i64..3), 1..9),
+        members in prop::collection::vec((0i64..3, 0usize..3, any::<bool>(), 0i64..3), 1..9), last: u8,
         spares in 0usize..4, fetching in 0u64..2, group_rank in 0u32..9, init_sync: bool,
     ) {
         let lineages = ["", "a", "b"];
         let mut q = quorum(&members.iter().map(|(s, l, ..)| (*s, lineages[*l])).collect::<Vec<_>>());
         for (m, (_, _, healed, count)) in q.participants.iter_mut().zip(&members) {
             (m.healed, m.commit_failures, m.batches_committed) = (*healed, *count, count * 2);
+        }
+        for (i, m) in q.participants.iter_mut().enumerate() {
+            m.is_last = last >> (i % 8) & 1 == 1;
         }
         q.spares = (0..spares).map(|i| Member { replica_id: format!("spare_{i}"), ..Member::default() }).collect();
         q.fetching = fetching;
@@ -323,7 +347,7 @@ proptest! {
     #[test]
     fn where_only_the_progress_of_all_changed_the_parts_of_before_advance_to_those_of_now(
         // By quorum: the step of all, and who differs from the others in it (none, as a rule).
-        quorums in prop::collection::vec((0i64..3, prop_oneof![3 => Just(9usize), 1 => 0usize..4], any::<bool>()), 2..20),
+        quorums in prop::collection::vec((0i64..3, prop_oneof![3 => Just(9usize), 1 => 0usize..4], any::<bool>()), 2..20), closing: bool,
         init_sync: bool,
     ) {
         let mut last: Option<(Quorum, Vec<QuorumResult>)> = None;
@@ -333,6 +357,8 @@ proptest! {
             if let Some(m) = q.participants.get_mut(odd) {
                 (m.step, m.healed) = (m.step - i64::from(!healed), healed);
             }
+            // Not all at the same steps.
+            q.participants.iter_mut().for_each(|m| m.is_last = closing && step > 1);
             let now = Assignment::new(&q, init_sync).unwrap();
             let parts = |a: &Assignment<&Quorum>| -> Vec<QuorumResult> {
                 (0..4).flat_map(|i| (0..3).map(move |rank| (i, rank))).map(|(i, rank)| a.part_of_call(i, rank).unwrap()).collect()
@@ -341,7 +367,8 @@ proptest! {
                 let progress = Member { step: Step(step), lineage: lineage.into(), ..Member::default() };
                 let advanced = now.is_advance_of(&Assignment::new(&before, init_sync).unwrap(), &progress);
                 let uniform = |q: &Quorum| q.participants.iter().all(|m| m.step > Step(0) && (m.step, m.healed) == (q.participants[0].step, false));
-                prop_assert!(advanced || !uniform(&before) || !uniform(&q), "a step like the one before it needs no new parts");
+                let ends = before.participants[0].is_last != q.participants[0].is_last;
+                prop_assert!(advanced || ends || !uniform(&before) || !uniform(&q), "a step like the one before it needs no new parts");
                 if advanced {
                     before_parts.iter_mut().for_each(|part| part.advance(&progress));
                     prop_assert_eq!(before_parts, parts(&now));

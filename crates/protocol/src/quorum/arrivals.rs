@@ -6,7 +6,7 @@ use ftcore::{Epoch, Error, ErrorKind, Step};
 
 use super::roster::{Coming, Entry, Waiting};
 use super::{Action, Fate, LighthouseState, Ticket, cut, fields, spares};
-use crate::member::{MAX_ID_BYTES, Member};
+use crate::member::Member;
 
 /// How many ids are remembered as healthy at most; a join beyond that is refused.
 const MAX_KNOWN: usize = 65_536;
@@ -23,7 +23,7 @@ impl LighthouseState {
         if counts {
             self.roster.update(id, |entry| entry.seen = Some(now));
         } else if !entry.is_some_and(|e| e.member && !e.gone_before)
-            && id.len() <= MAX_ID_BYTES
+            && fields::check_id(id).is_ok()
             && !self.replaced.by.contains_key(id)
             && !self.evicted.contains(id)
         {
@@ -46,12 +46,7 @@ impl LighthouseState {
     }
 
     fn check(&self, id: &str, last_quorum_id: Epoch, now: Instant) -> Result<(), Error> {
-        if id.is_empty() || id.len() > MAX_ID_BYTES {
-            return Err(Error::invalid(format!(
-                "a replica_id has 1 to {MAX_ID_BYTES} bytes, this one has {}",
-                id.len()
-            )));
-        }
+        fields::check_id(id)?;
         let (started, clock_ms) = self.started;
         let ran = now.saturating_duration_since(started).as_millis();
         let clock = clock_ms.saturating_add(i64::try_from(ran).unwrap_or(i64::MAX));
@@ -164,7 +159,9 @@ impl LighthouseState {
         match job.refuses(member) {
             None => Ok(()),
             Some(_) if job.left_behind(member) => {
-                (member.step, member.batches_committed, member.healed) = (Step(0), 0, false);
+                // Behind the record also where that stands at step 0: there a state without a lineage would be as good as the others'.
+                let step = (job.step - 1).min(Step(0));
+                (member.step, member.batches_committed, member.healed) = (step, 0, false);
                 member.lineage.clear();
                 Ok(())
             }
@@ -220,9 +217,10 @@ impl LighthouseState {
         }
         let (member, order) = self.roster.update(&id, |entry| {
             entry.stream = Some(stream);
-            // A member of the last quorum is worth waiting for; one that is still loading must not hold up others, and a stranger
-            // that has been in some other quorum no more. Nor is one that has left, whose stream broke while it left.
-            if (entry.member && !entry.failed && !entry.left)
+            // A member of the last quorum is worth waiting for; one that is still loading must not hold up others (one that was started
+            // again under its id knows no quorum), and a stranger that has been in some other quorum no more. Nor is one that has left,
+            // whose stream broke while it left.
+            if (entry.member && !entry.failed && !entry.left && last > Epoch(0))
                 || entry.waiting.is_some()
                 || entry.seen.is_some()
             {

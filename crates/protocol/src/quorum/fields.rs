@@ -23,15 +23,28 @@ pub fn cut(text: &str) -> &str {
     &text[..end]
 }
 
-/// Errors: `InvalidArgument`, naming the field, its value and what it should be.
-pub(super) fn check(member: &Member) -> Result<()> {
-    let id = &member.replica_id;
+/// Whether this may be a replica's id. It stands on a line of its own where ranks agree on a source. Errors: `InvalidArgument`.
+pub fn check_id(id: &str) -> Result<()> {
     if id.is_empty() || id.len() > MAX_ID_BYTES {
         return Err(Error::invalid(format!(
             "a replica_id has 1 to {MAX_ID_BYTES} bytes, this one has {}",
             id.len()
         )));
     }
+    if id.chars().any(char::is_control) {
+        let shown: String = id.chars().take(80).collect();
+        return Err(Error::invalid(format!(
+            "replica_id is '{}', and should be without line breaks and other control characters",
+            shown.escape_debug()
+        )));
+    }
+    Ok(())
+}
+
+/// Errors: `InvalidArgument`, naming the field, its value and what it should be.
+pub(super) fn check(member: &Member) -> Result<()> {
+    let id = &member.replica_id;
+    check_id(id)?;
     let wrong = |field: &str, value: &str, wanted: &str| {
         let shown: String = cut(value).chars().take(80).collect();
         Err(Error::invalid(format!(

@@ -199,6 +199,86 @@ fn who_committed_in_an_epoch_that_the_others_had_left_heals() {
     assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
 }
 
+/// The record is saved once for each epoch: a lighthouse that starts again does not know how far that has come.
+#[test]
+fn who_committed_once_more_than_the_others_heals_also_after_a_restart() {
+    let (before, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    let epoch = SEED + 1;
+    let mut sim = restart(&before);
+    // b finishes step 500, in which a and c see the reduction fail.
+    sim.pass(Duration::from_secs(6), &["a:1", "c:1"]);
+    let theirs = chain(&lineage, epoch, 10..500);
+    let step_again = |sim: &mut Sim| {
+        sim.join_as(at("a:1", 500, &theirs));
+        sim.join_as(at("c:1", 500, &theirs));
+        sim.delivered().unwrap()
+    };
+    assert_eq!(step_again(&mut sim).ids().collect::<Vec<_>>(), ["a:1", "c:1"]);
+    let mut last_quorum_id = epoch;
+    // The second time it could not heal in the first one.
+    for commit_failures in 0..2 {
+        sim.join_as(Member {
+            last_quorum_id,
+            commit_failures,
+            ..at("b:1", 501, &chain(&lineage, epoch, 10..501))
+        });
+        assert_eq!(sim.rejected(), [], "{}", text(&sim));
+        let quorum = step_again(&mut sim);
+        let steps: Vec<i64> = quorum.participants.iter().map(|m| m.step.0).collect();
+        assert_eq!(steps, [500, 0, 500]);
+        assert!(crate::assignment::assign("b:1", 0, &quorum, false).unwrap().heal);
+        last_quorum_id = quorum.quorum_id;
+    }
+}
+
+/// All begin with the same state, without a history, and there is a step below the first one to be at all the same.
+#[test]
+fn who_committed_the_first_step_that_the_others_do_again_heals() {
+    let mut sim = Sim::quorum_of(rules(1), &["a:1", "b:1"]);
+    sim.detach("b:1", 2);
+    sim.join("a:1");
+    assert_eq!(sim.ids().unwrap(), ["a:1"]);
+    sim.join_as(Member {
+        last_quorum_id: SEED + 1,
+        ..at("b:1", 1, &Lineage::default().after(SEED + 1, Step(0)))
+    });
+    assert_eq!(sim.rejected(), [], "{}", text(&sim));
+    sim.join("a:1");
+    let quorum = sim.delivered().unwrap();
+    assert_eq!(quorum.ids().collect::<Vec<_>>(), ["a:1", "b:1"]);
+    assert!(crate::assignment::assign("b:1", 0, &quorum, false).unwrap().heal);
+    assert!(!crate::assignment::assign("a:1", 0, &quorum, false).unwrap().heal);
+}
+
+#[test]
+fn a_restarted_lighthouse_hears_of_failures_in_the_epoch_that_members_are_in() {
+    let (before, _) = at_step_10(&["a:1", "b:1"]);
+    // Its own ids begin with its clock.
+    let mut sim = Sim::started(rules(1), CLOCK_MS + 60_000, before.state.record(), before.now);
+    for id in ["x", "y", "z"] {
+        sim.join(id);
+    }
+    let newcomers = sim.reason();
+    assert!(
+        newcomers.contains("a member of quorum 1001: a:1, b:1"),
+        "{newcomers}"
+    );
+    sim.attach("b:1", 2);
+    let report = |quorum_id| Event::Report {
+        replica_id: "a:1".into(),
+        quorum_id,
+        reason: "boom".into(),
+    };
+    let own = sim.state.quorum_id();
+    sim.event(report(own));
+    assert_eq!(sim.pushes(), [], "no replica is in that one");
+    sim.event(report(SEED + 1));
+    let [(to, event)] = &sim.pushes()[..] else {
+        panic!("{}", text(&sim))
+    };
+    assert_eq!((&to[..], event.quorum_id), (&["b:1".to_string()][..], SEED + 1));
+}
+
 #[test]
 fn a_state_that_descends_from_the_record_goes_on_and_another_one_does_not_win_by_its_step() {
     let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);

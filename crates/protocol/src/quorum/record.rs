@@ -59,7 +59,7 @@ fn name_of(id: &str) -> &str {
 #[derive(Debug, Clone)]
 struct Ended {
     epoch: Epoch,
-    /// The last step that its members began in it.
+    /// The step that the others went on from.
     step: Step,
     /// Their lineage then, and the other that it may have been: see [`Job::initial`].
     lineages: [Option<Lineage>; 2],
@@ -152,29 +152,22 @@ impl Job {
     }
 
     /// The job as `members` of `epoch` go on with it.
-    pub(super) fn next(mut former: Option<Self>, epoch: Epoch, members: &[Member]) -> Self {
+    pub(super) fn next(former: Option<Self>, epoch: Epoch, members: &[Member]) -> Self {
         let step = members.iter().map(|m| m.step).max().unwrap_or_default();
         let lineage = held_by_most(members, step);
         // One that is behind does not know what step it heals into.
         let closes = members.iter().filter(|m| m.step == step).all(|m| m.is_last);
-        // In the same epoch the same members go on along the same chain.
-        let goes_on = former
-            .as_mut()
-            .is_some_and(|job| job.epoch == epoch && lineage.is_some() && job.lineage_at(step) == lineage);
         let ended = match former {
-            Some(mut job) if goes_on => {
-                if let (Some(chain), Some(lineage)) = (&mut job.chain, lineage) {
-                    chain.known = chain.known.split_off(&step);
-                    chain.first = (step, lineage);
+            Some(mut job) => {
+                let goes_on = job.moves_to(step, lineage.as_ref());
+                // In the same epoch the same members go on along the same chain.
+                if goes_on && job.epoch == epoch {
+                    job.closes = closes;
+                    return job;
                 }
-                if step > Step(0) {
-                    // They have committed, and so told how they began.
-                    job.initial = None;
-                }
-                (job.step, job.closes) = (step, closes);
-                return job;
+                job.ended()
             }
-            former => former.map(Self::ended).unwrap_or_default(),
+            None => VecDeque::new(),
         };
         let ids: Vec<&str> = members.iter().map(|m| m.replica_id.as_str()).collect();
         Self {
@@ -186,6 +179,23 @@ impl Job {
             names: members.iter().map(|m| name_of(&m.replica_id).into()).collect(),
             ended,
         }
+    }
+
+    /// Moves on to `step`, if its chain leads to `lineage` there. A lighthouse that was started again knows only with what its epoch began.
+    fn moves_to(&mut self, step: Step, lineage: Option<&Lineage>) -> bool {
+        let Some(lineage) = lineage.filter(|l| self.lineage_at(step).as_ref() == Some(*l)) else {
+            return false;
+        };
+        if let Some(chain) = &mut self.chain {
+            chain.known = chain.known.split_off(&step);
+            chain.first = (step, lineage.clone());
+        }
+        if step > Step(0) {
+            // They have committed, and so told how they began.
+            self.initial = None;
+        }
+        self.step = step;
+        true
     }
 
     /// What is remembered once its epoch has ended.
@@ -203,8 +213,9 @@ impl Job {
     /// True for a member of an earlier epoch that committed the step it was in when the others went on without it: its state is one of this job, and
     /// the job has not got it.
     pub(super) fn left_behind(&self, member: &Member) -> bool {
-        let is_it = |e: &&Ended| e.epoch == member.last_quorum_id && member.step - 1 == e.step;
-        self.ended.iter().find(is_it).is_some_and(|began| {
+        // It may have been in a later one since, in which it could not heal.
+        let is_it = |e: &&Ended| e.epoch <= member.last_quorum_id && member.step - 1 == e.step;
+        self.ended.iter().filter(is_it).any(|began| {
             let mut chains = began.lineages.iter().flatten();
             chains.any(|l| l.after(began.epoch, began.step).as_str() == member.lineage)
         })

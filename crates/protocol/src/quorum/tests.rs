@@ -155,11 +155,13 @@ impl Sim {
         pushes.collect()
     }
 
+    /// As a member of the last quorum attaches, or one that has been in none.
     pub(super) fn attach(&mut self, id: &str, stream: u64) {
+        let epoch = self.state.present_epoch().filter(|_| self.state.is_previous(id));
         self.event(Event::Attached {
             replica_id: id.into(),
             stream,
-            last_quorum_id: Epoch(0),
+            last_quorum_id: epoch.unwrap_or_default(),
         });
     }
 

@@ -207,7 +207,7 @@ impl LighthouseState {
             ),
             Verdict::Newcomers => format!(
                 "{n} newcomers ask; waiting for a member of quorum {}: {}",
-                self.quorum_id,
+                self.present_epoch().unwrap_or_default(),
                 self.listed(Entry::is_busy)
             ),
             Verdict::GoesBack => {
@@ -246,10 +246,7 @@ impl LighthouseState {
 
     /// That members of the last quorum left in order, for one that waits: the run may be over for it.
     fn who_left(&self, verdict: Verdict) -> String {
-        let (tally, epoch) = (
-            self.roster.tally(),
-            self.job.as_ref().map_or(Epoch(0), |job| job.epoch),
-        );
+        let (tally, epoch) = (self.roster.tally(), self.present_epoch().unwrap_or_default());
         if tally.left == 0 || matches!(verdict, Verdict::Idle | Verdict::Form | Verdict::Wait) {
             return String::new();
         }

@@ -276,6 +276,22 @@ fn batches_are_counted_where_something_was_reduced_and_go_with_the_state_that_he
     let mut saved = rank();
     saved.restore(Step(3), Lineage::default(), 17).unwrap();
     assert_eq!(saved.start(false).batches_committed, 17);
+    // It may be looked for beside the caller's call by now, which would not hear of it.
+    let late = saved.restore(Step(4), Lineage::default(), 18).unwrap_err();
+    assert_eq!(late.kind(), ErrorKind::InvalidState, "{late}");
+    assert_eq!((saved.step(), saved.batches_committed()), (Step(3), 17));
+}
+
+#[test]
+fn inv4_a_copy_that_was_saved_and_restored_is_one_still() {
+    let mut r = rank();
+    r.restore(Step(3), Lineage::from_peer("three"), 6).unwrap();
+    r.set_healed();
+    assert!(r.start(false).healed);
+    come_up(&mut r, answer(5, 3, false));
+    r.vote(None, Some(2)).unwrap();
+    r.decided(Some(true)).unwrap();
+    assert!(!r.start(false).healed);
 }
 
 #[test]

@@ -59,10 +59,10 @@ impl<G> Rounds<G> {
         self.schedule.may_restore()
     }
 
-    /// A saved run was taken up at `step`, with the outer gradient of a round in flight or without.
-    pub fn restored(&mut self, step: Step, gradient: Option<G>) {
+    /// A saved run was taken up at `step`, with the outer gradient of a round in flight or without. `is_copy` as it was when it was saved.
+    pub fn restored(&mut self, step: Step, gradient: Option<G>, is_copy: bool) {
         self.schedule.restored(step, gradient.is_some());
-        self.locals = Locals::Own;
+        self.locals = if is_copy { Locals::Copy } else { Locals::Own };
         self.kept = gradient.map(|gradient| (step, gradient));
     }
 
@@ -108,6 +108,16 @@ impl<G> Rounds<G> {
     /// step 0, which is the first.
     pub fn is_last(&self, step: Step) -> bool {
         step > Step(0) && !self.schedule.has_data(step)
+    }
+
+    /// True once all rounds with data are done.
+    pub fn is_finished(&self) -> bool {
+        self.schedule.is_finished()
+    }
+
+    /// The members of the quorum for `step`, whose state this replica has now, close the run with it. The training loop here may not have decided so.
+    pub fn closes_with(&mut self, step: Step) {
+        self.schedule.closes_with(step);
     }
 
     /// There is a quorum for `step`: what goes out in it. Errors: `InvalidState` if a state was taken over in part: with that no rank goes on, not
@@ -295,8 +305,37 @@ mod tests {
             last: None,
         });
         rounds.loaded(1, Ok(())).unwrap();
-        rounds.restored(Step(3), None);
+        rounds.restored(Step(3), None, false);
         assert!(!rounds.is_copy() && !rounds.drops_inherited());
+        // One that was stopped in a round that it had healed into does not, of that round.
+        rounds.restored(Step(3), Some(7), true);
+        assert!(rounds.is_copy() && !rounds.drops_inherited());
+    }
+
+    #[test]
+    fn a_replica_that_comes_back_in_the_closing_round_of_a_run_without_a_number_of_rounds_closes_it_too() {
+        let mut rounds = Rounds::<u64>::new(RoundRules {
+            round_steps: 2,
+            delay: 0,
+            eager: false,
+            last: None,
+        });
+        rounds.begin().unwrap();
+        for _ in 0..2 {
+            // The first attempt is lost.
+            rounds.lost();
+            rounds.loaded(0, Ok(())).unwrap();
+            rounds.closes_with(Step(5));
+            assert_eq!(rounds.joined(Step(5)).unwrap(), Sends::Nothing);
+            rounds.sent();
+            assert_eq!(rounds.due(), Some(Due::Finish));
+            assert!(rounds.is_last(Step(5)));
+        }
+        rounds.applied(Ok(())).unwrap();
+        rounds.begun();
+        assert!(rounds.is_finished() && rounds.inner_step().is_err());
+        rounds.close().unwrap();
+        assert_eq!(rounds.due(), None, "it has been through the closing round");
     }
 
     #[test]

@@ -37,7 +37,7 @@ enum Phase {
     Running,
     /// `finish` was called and has not got through.
     Closing,
-    /// The closing round is done.
+    /// The closing round is done, or `leave` was called. Only leaving is left to do.
     Closed,
     /// This replica has left.
     Left,
@@ -46,7 +46,7 @@ enum Phase {
 /// The round that is being worked on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Round {
-    /// Its quorum is to be asked for; `again` if an attempt at it was lost.
+    /// Its quorum is to be asked for; `again` if an attempt at this step was lost.
     Open { again: bool },
     /// What it reduces was handed to the group.
     Sent,
@@ -106,8 +106,14 @@ impl Schedule {
     }
 
     /// True once all rounds with data are done.
-    fn is_finished(&self) -> bool {
+    pub(super) fn is_finished(&self) -> bool {
         self.last.is_some_and(|last| self.step > last)
+    }
+
+    /// Round `step` closes the run: the one before it is the last with data.
+    pub(super) fn closes_with(&mut self, step: Step) {
+        let last = step - 1;
+        self.last = Some(self.last.map_or(last, |known| known.min(last)));
     }
 
     /// What has to be done before the next inner step.
@@ -172,7 +178,7 @@ impl Schedule {
     pub(super) fn inner_step(&mut self) -> Result<()> {
         self.check_begun()?;
         if self.phase != Phase::Running {
-            return refused("finish was called: no inner step comes after it");
+            return refused("finish or leave was called: no inner step comes after it");
         }
         if self.due().is_some() {
             return Ok(());
@@ -202,6 +208,10 @@ impl Schedule {
 
     /// There is a quorum for `step`.
     pub(super) fn joined(&mut self, step: Step) {
+        // The others won the vote that was lost here: the round is another one, in which inner steps are made.
+        if step != self.step && matches!(self.round, Some(Round::Open { .. })) {
+            self.round = Some(Round::Open { again: false });
+        }
         self.step = step;
     }
 
@@ -241,8 +251,7 @@ impl Schedule {
         }
         if self.phase == Phase::Running {
             // All replicas call it after the same round: what is in flight is the last one with data.
-            let last = self.step - i64::from(self.round.is_none());
-            self.last = Some(self.last.map_or(last, |known| known.min(last)));
+            self.closes_with(self.step + i64::from(self.round.is_some()));
             self.phase = Phase::Closing;
             if self.round.is_none() {
                 self.close_if_needed();
@@ -265,13 +274,14 @@ impl Schedule {
         self.phase == Phase::Closing
     }
 
-    /// The replica leaves while the others go on. Errors: `InvalidState` before `begin` and after the end.
+    /// The replica leaves while the others go on: nothing is due any more. Once it is gone, [`left`](Self::left) follows. Errors: `InvalidState` before
+    /// `begin` and after the end.
     pub(super) fn leave(&mut self) -> Result<()> {
         self.check_begun()?;
         if self.phase == Phase::Left {
             return refused("the run has ended: this replica has left already");
         }
-        self.left();
+        (self.phase, self.round) = (Phase::Closed, None);
         Ok(())
     }
 

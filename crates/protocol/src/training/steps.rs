@@ -37,13 +37,15 @@ type Basis = (Step, Option<(Option<u32>, u32)>);
 /// The steps of a run. `G` are the gradients of one step.
 #[derive(Debug)]
 pub struct Steps<G> {
-    /// The number of steps, after which the run is closed; `None` if the training loop decides.
+    /// The number of steps, after which the run is closed; `None` if the training loop decides, and did not yet.
     last: Option<Step>,
     /// This replica's samples follow from its place among the contributors.
     by_place: bool,
     stage: Stage,
     /// The present call closes the run.
     closes: bool,
+    /// The present attempt is one at the closing round.
+    is_closing: bool,
     kept: Option<(Basis, G)>,
     integrity: Integrity,
 }
@@ -57,6 +59,7 @@ impl<G> Steps<G> {
             by_place,
             stage: Stage::New,
             closes: false,
+            is_closing: false,
             kept: None,
             integrity: Integrity::default(),
         }
@@ -66,7 +69,7 @@ impl<G> Steps<G> {
     pub fn check(&self) -> Result<()> {
         self.integrity.check()?;
         if matches!(self.stage, Stage::Closed | Stage::Left) {
-            let text = "the run has ended: finish was called, and no step comes after it";
+            let text = "the run has ended: its closing round is done, and no step comes after it";
             return Err(Error::new(ErrorKind::InvalidState, text));
         }
         Ok(())
@@ -95,13 +98,19 @@ impl<G> Steps<G> {
         Ok(())
     }
 
-    fn is_closing(&self, step: Step) -> bool {
-        self.closes || self.last.is_some_and(|last| step >= last)
-    }
-
     /// True if the quorum that a replica at `step` asks for next is that of the run's last step.
     pub fn is_last(&self, step: Step) -> bool {
-        self.is_closing(step)
+        self.closes || self.is_finished(step)
+    }
+
+    /// True once all steps of the run are done for a replica at `step`.
+    pub fn is_finished(&self, step: Step) -> bool {
+        self.last.is_some_and(|last| step >= last)
+    }
+
+    /// The members of the quorum for `step`, whose state this replica has now, close the run with it. The training loop here may not have decided so.
+    pub fn closes_with(&mut self, step: Step) {
+        self.last = Some(self.last.map_or(step, |last| last.min(step)));
     }
 
     /// There is a quorum: what this replica sends in it. Errors: `InvalidState` if a state was taken over in part: with that no rank goes on, not
@@ -109,7 +118,8 @@ impl<G> Steps<G> {
     pub fn joined(&mut self, share: &Share) -> Result<Sends> {
         self.integrity.check()?;
         self.stage = Stage::Running;
-        if self.is_closing(share.step) {
+        self.is_closing = self.is_last(share.step);
+        if self.is_closing {
             return Ok(Sends::Nothing);
         }
         if share.contributor_rank.is_none() {
@@ -155,6 +165,9 @@ impl<G> Steps<G> {
     /// The step was committed, and its result applied or not. It has advanced by then: what goes wrong leaves a state of no step.
     pub fn applied<T>(&mut self, outcome: Result<T>) -> Result<T> {
         self.kept = None;
+        if self.is_closing {
+            self.stage = Stage::Closed;
+        }
         self.integrity.record(outcome)
     }
 
@@ -285,5 +298,21 @@ mod tests {
         assert!(steps.check().is_err() && steps.check_state().is_ok());
         steps.left();
         assert!(steps.has_left() && steps.begin(true).is_err());
+    }
+
+    #[test]
+    fn a_replica_that_comes_back_in_the_closing_round_of_a_run_without_a_number_of_steps_closes_it_too() {
+        let mut steps = Steps::<()>::new(None, false);
+        steps.begin(false).unwrap();
+        assert!(!steps.is_last(Step(0)));
+        // It healed into it.
+        steps.closes_with(Step(5));
+        assert_eq!(steps.joined(&share(5, (0, 2), false)).unwrap(), Sends::Nothing);
+        assert!(steps.is_last(Step(5)), "the attempt may be lost");
+        assert_eq!(steps.joined(&share(5, (0, 2), true)).unwrap(), Sends::Nothing);
+        steps.applied(Ok(())).unwrap();
+        assert!(steps.is_finished(Step(6)) && !steps.closing_is_due(Step(6)));
+        assert_eq!(steps.begin(false).unwrap_err().kind(), ErrorKind::InvalidState);
+        steps.close().unwrap();
     }
 }

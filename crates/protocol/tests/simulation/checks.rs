@@ -13,6 +13,8 @@ use crate::trainer::{Offer, Taken};
 
 /// Of so many sources a replica that heals is told, if there are as many.
 const SOURCES: usize = 3;
+/// The last epoch, and so many before it.
+const REMEMBERED: usize = 1 + 64;
 
 /// What was seen so far.
 #[derive(Debug, Default)]
@@ -37,6 +39,10 @@ pub(crate) struct Checks {
     together: BTreeMap<(usize, u64, Epoch, Step), Option<Taken>>,
     /// Whether the ranks of a replica computed in an attempt, by its epoch, step and number.
     computed: BTreeMap<(usize, u64, Epoch, Step, i64), bool>,
+    /// The epochs whose commits this lighthouse can tell from those of strangers.
+    remembered: BTreeSet<Epoch>,
+    /// The step that the job has come to.
+    furthest: Step,
     /// The highest step of the last quorum of this lighthouse.
     frontier: Option<Step>,
     /// Its members.
@@ -202,13 +208,34 @@ impl Checks {
         self.asked.entry(replica_id.to_string()).or_insert((now, step)).1 = step;
     }
 
-    /// Another lighthouse begins.
-    pub(crate) fn lighthouse_starts(&mut self) {
+    /// Another lighthouse begins, with the record of this epoch.
+    pub(crate) fn lighthouse_starts(&mut self, recorded: Option<Epoch>) {
         self.frontier = None;
+        self.remembered = recorded.into_iter().collect();
         if self.counts_back {
             self.epochs.clear();
             self.commits_of.clear();
         }
+    }
+
+    /// A quorum was given out.
+    pub(crate) fn goes_on(&mut self, quorum: &Quorum) {
+        let step = quorum.participants.iter().map(|m| m.step).max();
+        let step = step.unwrap_or_default();
+        if step < self.furthest {
+            // What its members had committed beyond that is given up.
+            self.remembered.clear();
+        }
+        self.furthest = step;
+        self.remembered.insert(quorum.quorum_id);
+        while self.remembered.len() > REMEMBERED {
+            self.remembered.pop_first();
+        }
+    }
+
+    /// The state that was committed last in this epoch, or taken over, is one that the lighthouse knows.
+    pub(crate) fn is_remembered(&self, epoch: Epoch) -> bool {
+        epoch == Epoch(0) || self.remembered.contains(&epoch)
     }
 
     pub(crate) fn newest_epoch(&self) -> Option<Epoch> {

@@ -58,6 +58,7 @@ fn minimised(mut scenario: Scenario) -> Scenario {
             |s: &mut Scenario| s.clock_jumps = false,
             |s: &mut Scenario| s.max_retries = None,
             |s: &mut Scenario| s.last = None,
+            |s: &mut Scenario| s.says_last = true,
             |s: &mut Scenario| s.initial = true,
             |s: &mut Scenario| s.forgets = false,
             |s: &mut Scenario| s.counts_back = false,

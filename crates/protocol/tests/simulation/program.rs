@@ -7,7 +7,7 @@
 use ftcore::{Error, ErrorKind, Result, Step};
 use oxccl_protocol::training::{Due, RoundRules, Rounds, Sends, Share, Steps};
 
-use crate::random::{Training, mix};
+use crate::random::{Scenario, Training, mix};
 
 /// What a fragment of the model holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,6 +107,7 @@ pub(crate) struct Program {
     machine: Machine,
     model: Model,
     training: Training,
+    /// The training loop ends the run after this step.
     last: Option<Step>,
     call: Call,
     /// A step of data parallel has begun and has not committed.
@@ -140,7 +141,9 @@ pub(crate) enum Wrong {
 }
 
 impl Program {
-    pub(crate) fn new(training: Training, last: Option<Step>, value: u64, salt: u64) -> Self {
+    pub(crate) fn new(scenario: &Scenario, value: u64, salt: u64) -> Self {
+        let training = scenario.training;
+        let last = scenario.last.filter(|_| scenario.says_last);
         let fragments = training.fragments();
         let all = (0..fragments as u64).map(|f| Fragment::of(mix(value ^ f)));
         let machine = match training {
@@ -168,7 +171,7 @@ impl Program {
                 .collect(),
             counted: vec![0; fragments],
             training,
-            last,
+            last: scenario.last,
             call: Call::Begin,
             is_open: false,
             salt,
@@ -215,6 +218,14 @@ impl Program {
         match &self.machine {
             Machine::Steps(steps) => steps.is_last(step),
             Machine::Rounds(rounds) => rounds.is_last(step),
+        }
+    }
+
+    /// The members of this step close the run with it.
+    pub(crate) fn closes_with(&mut self, step: Step) {
+        match &mut self.machine {
+            Machine::Steps(steps) => steps.closes_with(step),
+            Machine::Rounds(rounds) => rounds.closes_with(step),
         }
     }
 

@@ -173,6 +173,8 @@ pub(crate) struct Scenario {
     pub(crate) training: Training,
     /// The last step with data, after which the replicas end the run. `None`: they train on.
     pub(crate) last: Option<Step>,
+    /// Their runs are told it at the beginning. If not, their training loops know.
+    pub(crate) says_last: bool,
     /// Of a thousand messages to the lighthouse so many come late, after others of the same replica, or twice.
     pub(crate) disorder: u64,
     /// The wall clock may stand elsewhere at every start of the lighthouse.
@@ -217,6 +219,7 @@ impl Scenario {
             clock_jumps: r.chance(300),
             training: Training::of(&mut r),
             last: r.chance(200).then(|| Step(2 + r.below(24) as i64)),
+            says_last: true,
             keeps_work: false,
             initial: true,
             forgets: false,
@@ -275,6 +278,8 @@ impl Scenario {
             };
             self.faults.push((r.millis(0, 30_000), fault));
         }
+        // With eager updates a loop that knows it alone has begun the next round by then.
+        self.says_last = self.training.is_eager() || r.chance(500);
         self
     }
 

@@ -75,6 +75,8 @@ pub(crate) struct Trainer {
     pub(crate) program: Program,
     /// Whose state this one is; `None` once it has committed.
     taken: Option<Taken>,
+    /// The epoch in which it committed last or took its state over.
+    of: Epoch,
     /// It waits for the reduction, to vote.
     waits: bool,
     /// It leaves in good order.
@@ -124,8 +126,9 @@ impl Trainer {
         };
         Self {
             rank: Rank::new(rules),
-            program: Program::new(scenario.training, scenario.last, first, mix(value)),
+            program: Program::new(scenario, first, mix(value)),
             taken: None,
+            of: Epoch(0),
             waits: false,
             leaves: false,
             dies_at_commit: false,
@@ -171,6 +174,11 @@ impl Trainer {
     pub(crate) fn is_one_with(&self, other: &Self) -> bool {
         let of = |t: &Self| (t.rank.step(), t.rank.lineage().clone(), t.taken.clone());
         of(self) == of(other)
+    }
+
+    /// The epochs that it says that it comes from: in the lineage of its state, and as its last one.
+    pub(crate) fn comes_from(&self) -> [Epoch; 2] {
+        [self.of, self.rank.epoch().unwrap_or(Epoch(0))]
     }
 
     /// The epochs in whose groups it is.
@@ -302,6 +310,9 @@ impl World {
     fn fails_or_asks_again(&mut self, who: Who, error: Error) {
         self.note(|| format!("{who:?} gets no quorum: {error}"));
         let gave_up = self.scenario.max_retries.is_some() && error.message().contains("max_retries");
+        if error.kind() == ErrorKind::Conflict && !self.may_be_refused(who) {
+            return self.violate(format!("{who:?} is refused although it would heal: {error}"));
+        }
         if gave_up || error.kind() == ErrorKind::PeerLost || error.kind() == ErrorKind::Conflict {
             self.later(Duration::ZERO, who, Happening::Exit);
             return;
@@ -379,7 +390,7 @@ impl World {
                     return self.joined(who, &answer);
                 }
                 // Torn, and none is left to heal from: it starts again.
-                Next::End(e) if e.kind() == ErrorKind::InvalidState => {
+                Next::End(e) if e.kind() == ErrorKind::InvalidState && self.has_none(who) => {
                     return self.later(Duration::ZERO, who, Happening::Exit);
                 }
                 Next::End(e) => return self.violate(format!("{who:?} ends its run for good: {e}")),
@@ -503,6 +514,7 @@ impl World {
         let written = t.program.loads(&offer.model);
         let is_whole = written.is_ok();
         t.taken.clone_from(&offer.taken);
+        t.of = offer.epoch;
         let next = told(&mut t.rank, written.map(|()| offer.lineage.clone()));
         if is_whole {
             let (rank, value, local) = (t.rank.clone(), t.program.common(), t.program.own());
@@ -545,6 +557,9 @@ impl World {
             contributor_rank,
             contributors,
         };
+        if answer.closes && part.step == answer.max_step {
+            t.program.closes_with(part.step);
+        }
         let brings = match t.program.joined(part) {
             Ok(brings) => brings,
             Err(e) => return self.goes_on(who, Err(e)),
@@ -601,6 +616,17 @@ impl World {
                     who,
                     Happening::Done(op, Done::Lost(epoch, "a member is gone".into())),
                 );
+            }
+            Progress::Complete(members, shares)
+                if shares.iter().any(|s| s.is_barrier != shares[0].is_barrier) =>
+            {
+                for member in members {
+                    let Some(op) = self.trainer(member).map(|t| t.op) else {
+                        continue;
+                    };
+                    let lost = Done::Lost(epoch, "the members do not call the same".into());
+                    self.later(Duration::ZERO, member, Happening::Done(op, lost));
+                }
             }
             Progress::Complete(members, shares) => {
                 // torchft's managers do not tell what they copied.

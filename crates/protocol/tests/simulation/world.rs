@@ -26,9 +26,8 @@ mod foreign;
 mod formed;
 mod lighthouse;
 mod offers;
+mod refusals;
 mod stuck;
-
-use faults::lasts;
 
 pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(4);
@@ -270,7 +269,7 @@ impl World {
             world.at(at, Owner::World, Happening::Start(slot));
         }
         for (i, (at, fault)) in world.scenario.faults.clone().into_iter().enumerate() {
-            world.quiet_from = world.quiet_from.max(at + lasts(&fault));
+            world.quiet_from = world.quiet_from.max(at + faults::lasts(&fault));
             world.at(at, Owner::World, Happening::Fault(i));
         }
         world

@@ -3,7 +3,7 @@
 //! Data flow: [`Codec`] picks the format; `tiles` says how encodings lie in the bytes; `grid` (integers, with `scale` and
 //! `pack`), `rotated` (with `hadamard`), `mx` and `casts` (with `small`) are the formats; `rounding` picks between two codes; `simd` runs it
 //! all with the machine's instructions (`isa`: what is written for each of their sets). Every step is a plain IEEE f32 operation in a fixed order, never a fused one (but where
-//! the product is exact, so that it rounds alike), so the bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
+//! the product is exact, so that it rounds alike), whatever mode for floats the thread has, so the bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
 
 mod casts;
 mod grid;
@@ -21,6 +21,7 @@ mod small;
 mod tests;
 mod tiles;
 
+use ftcore::float_mode::DefaultMode;
 use ftcore::{Error, ErrorKind, Result};
 
 pub use rounding::Rounding;
@@ -168,6 +169,13 @@ impl Codec {
 
     /// As [`encode`](Self::encode), with choices.
     pub fn encode_with(&self, how: Encoding, values: &[f32], out: &mut Vec<u8>) -> usize {
+        let _mode = DefaultMode::set();
+        self.encode_here(how, values, out)
+    }
+
+    /// In the thread's own mode. Not inlined, so that nothing of it can move out from between the two changes of the mode.
+    #[inline(never)]
+    fn encode_here(&self, how: Encoding, values: &[f32], out: &mut Vec<u8>) -> usize {
         with_layout!(*self, f => match how.rounding {
             Rounding::Nearest => append(&f, Nearest, how, values, out),
             Rounding::Stochastic { key } => append(&f, Stochastic { key }, how, values, out),
@@ -201,12 +209,19 @@ impl Codec {
                 ),
             ));
         }
+        let _mode = DefaultMode::set();
+        self.decode_here(simd, add, bytes, out);
+        Ok(())
+    }
+
+    /// Likewise.
+    #[inline(never)]
+    fn decode_here(&self, simd: Simd, add: bool, bytes: &[u8], out: &mut [f32]) {
         with_layout!(*self, layout => if add {
             simd::run(simd, Decode::<_, true> { layout: &layout, bytes, out });
         } else {
             simd::run(simd, Decode::<_, false> { layout: &layout, bytes, out });
         });
-        Ok(())
     }
 }
 

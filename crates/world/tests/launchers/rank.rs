@@ -55,6 +55,26 @@ fn die() {
 /// Where ranks that outlive a lost node look whether the launcher knows of it.
 pub(crate) const KNOWN: &str = "OXCCL_TEST_NODE_LOST";
 
+/// Names the file that is there once rank 1 has died.
+pub(crate) const DIED: &str = "OXCCL_TEST_DIED";
+
+/// Rank 1 dies in the first attempt, and the others then wait until their launcher ends them. In the second one nothing happens.
+fn die_on_one_node(world: &World) -> Result<()> {
+    let file = std::env::var(DIED).map_err(|_| Error::invalid(format!("{DIED} is not set")))?;
+    let all_said = world.group().barrier();
+    if world.rank() == 1 && all_said.is_ok() && std::fs::File::create_new(file).is_ok() {
+        die();
+    }
+    let summed = all_said.and_then(|_| sum(world));
+    let is_lost = summed.is_err();
+    hear(world, summed);
+    if is_lost {
+        std::thread::sleep(Duration::from_secs(120));
+        return Err(Error::timeout("the launcher left this rank alone"));
+    }
+    Ok(())
+}
+
 /// The rank of the node that is lost says which process it is, and waits for its end.
 fn be_lost() -> Result<()> {
     say(&format!("process {}", std::process::id()));
@@ -77,6 +97,7 @@ fn outlive() -> Result<()> {
 }
 
 /// `reduce`: once. `die`: rank 1 dies once all have done so, and the others say what they hear. `die-once`: likewise, in the first attempt only.
+/// `die-on-one-node`: rank 1 dies once all have done so, in the first attempt; the others leave that to its launcher.
 /// `lose-node`: the last rank waits until it is killed, and the others say what they hear and whether the launcher lets them be.
 fn carry_out(scene: &str) -> Result<()> {
     let place = Place::from_env()?;
@@ -95,6 +116,9 @@ fn carry_out(scene: &str) -> Result<()> {
     let is_again = restarts
         .iter()
         .any(|name| std::env::var(name).is_ok_and(|count| count != "0"));
+    if scene == "die-on-one-node" {
+        die_on_one_node(&world)?;
+    }
     if scene == "lose-node" && world.rank() + 1 == world.world_size() {
         return be_lost();
     }

@@ -274,6 +274,16 @@ impl Hccl {
             ));
         }
         let comm = CommHandle(comm as usize);
+        self.is_right(comm, world, rank).inspect_err(|_| {
+            if let Err(error) = self.abort(comm) {
+                tracing::warn!(%error, "a communicator that is not right was not aborted");
+            }
+        })?;
+        Ok(comm)
+    }
+
+    /// The communicator must have the rank and the size that were asked for.
+    fn is_right(&self, comm: CommHandle, world: u32, rank: u32) -> Result<()> {
         let (mut count, mut own) = (0, 0);
         // SAFETY: a live communicator and pointers to live ints.
         let code = unsafe { (self.table.hcclCommCount)(comm.pointer(), &raw mut count) };
@@ -287,7 +297,7 @@ impl Hccl {
                 format!("asked for rank {rank} of {world}, the communicator is rank {own} of {count}"),
             ));
         }
-        Ok(comm)
+        Ok(())
     }
 
     /// Ends a communicator in good order. May block until its work is done.

@@ -35,6 +35,7 @@ pub(crate) fn tensor(runtime: &'static Runtime, dtype: DType, shape: &[usize]) -
     let bytes = shape
         .iter()
         .try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim))
+        .filter(|bytes| isize::try_from(*bytes).is_ok())
         .and_then(|bytes| u64::try_from(bytes).ok())
         .ok_or_else(|| Error::invalid(format!("shape {shape:?} of {dtype} does not fit in memory")))?;
     let (address, bytes) = runtime.allocate(bytes)?;

@@ -11,7 +11,12 @@ use crate::ranks::{Outcome, Rank, Scenario, ensure, scenario, text, within};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     vec![
-        scenario("l33_missing_ranks_are_named_with_the_phase", 4, missing),
+        // No id is made for ranks that do not come: the library waits for them as long as the process lives.
+        scenario("l33_missing_ranks_are_named_with_the_phase", 4, missing).faults(&[(
+            0,
+            "FAIL",
+            "hcclGetUniqueId#1=5",
+        )]),
         scenario("a_hanging_init_ends_at_the_deadline", 2, init_hangs).faults(&[(
             0,
             "HANG",
@@ -33,6 +38,12 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             "FAIL",
             "hcclCommInitRank#1=5",
         )]),
+        scenario(
+            "a_communicator_that_does_not_tell_its_size_is_ended",
+            2,
+            uncounted,
+        )
+        .faults(&[(0, "FAIL", "hcclCommCount#1=5"), (1, "FAIL", "hcclCommCount#1=5")]),
         scenario(
             "ranks_that_disagree_on_the_world_are_told_both_sides",
             2,
@@ -145,6 +156,30 @@ fn init_fails(rank: &Rank) -> Outcome {
     );
     // No rank ends before all have heard: rank 0 hosts what the others are waiting at.
     rank.meet("heard")
+}
+
+/// The stand-in has a thread that reads for a communicator until it ends.
+fn uncounted(rank: &Rank) -> Outcome {
+    let group = rank.unconfigured()?;
+    let Err(e) = group.configure(rank.configuration(1)) else {
+        return Err("configured although the communicator does not tell its size".to_string());
+    };
+    ensure!(e.to_string().contains("hcclCommCount failed"), "{e}");
+    let reads = || -> Result<bool, std::io::Error> {
+        let mut names = std::fs::read_dir("/proc/self/task")?
+            .map_while(Result::ok)
+            .map(|task| {
+                // A thread may end while it is looked at.
+                std::fs::read_to_string(task.path().join("comm")).unwrap_or_default()
+            });
+        Ok(names.any(|name| name.trim() == "standin-reader"))
+    };
+    let until = rank.soon();
+    while reads().map_err(|e| e.to_string())? {
+        ensure!(Instant::now() < until, "the communicator is still there");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    rank.meet("ended")
 }
 
 fn disagree(group: &HcclGroup, configuration: Configuration, words: [&str; 2]) -> Outcome {

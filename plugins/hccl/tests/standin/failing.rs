@@ -67,6 +67,27 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             copy_given_up,
         )
         .faults(&[(0, "FAIL", "synStreamQuery#1=17"), (0, "DELAY_US", "200000")]),
+        scenario(
+            "copies_that_could_not_be_ordered_cost_no_staging_memory",
+            1,
+            copies_not_ordered,
+        )
+        .faults(&[(
+            0,
+            "FAIL",
+            "synEventRecord#2=17,synStreamWaitEvent#2=17,synHostMalloc#2=17",
+        )]),
+        scenario(
+            "memory_that_a_barrier_may_still_write_to_is_not_used_again",
+            2,
+            barrier_given_up,
+        )
+        .faults(&[
+            (0, "FAIL", "hcclCommAbort#1=5"),
+            (0, "STALL", "1"),
+            (1, "FAIL", "hcclCommAbort#1=5"),
+            (1, "STALL", "1"),
+        ]),
         scenario("an_abort_that_hangs_blocks_nobody", 2, abort_hangs).faults(&[
             (0, "HANG", "hcclCommAbort#1"),
             (0, "STALL", "2"),
@@ -486,6 +507,43 @@ fn copy_given_up(_: &Rank) -> Outcome {
     ensure!(
         again.as_ptr() == address && leaked_bytes() == before,
         "memory without a copy does not serve again"
+    );
+    Ok(())
+}
+
+/// Neither behind a stream whose end cannot be marked nor when the copies' own cannot wait for it.
+fn copies_not_ordered(_: &Rank) -> Outcome {
+    let mut target = HpuAccelerator.alloc(0, DType::U8, &[512]).map_err(text)?;
+    let stream = HpuAccelerator.new_stream(0, false).map_err(text)?;
+    let mut copy = || HpuAccelerator.copy_in(&[7; 512], &mut target, &*stream);
+    copy().map_err(text)?;
+    for call in ["synEventRecord", "synStreamWaitEvent"] {
+        let Err(e) = copy() else {
+            return Err(format!("a copy succeeded without {call}"));
+        };
+        ensure!(e.to_string().contains(call), "'{call}' is not in: {e}");
+    }
+    copy().map_err(text)
+}
+
+/// The barrier is still on the device when its group is gone, since the library did not end it.
+fn barrier_given_up(rank: &Rank) -> Outcome {
+    let make = || HpuAccelerator.alloc(0, DType::I32, &[1]).map_err(text);
+    // What the group takes next, and must not leave for others.
+    let address = make()?.as_ptr();
+    let group = rank.group()?;
+    let work = group
+        .run(Collective::Barrier, SubmitOptions::by(within(300)))
+        .map_err(text)?;
+    rank.failure(&work)?;
+    let Err(e) = group.configure(rank.configuration(2)) else {
+        return Err("configured again although the library kept the old communicator".to_string());
+    };
+    ensure!(e.to_string().contains("did not end cleanly"), "{e}");
+    drop(group);
+    ensure!(
+        make()?.as_ptr() != address,
+        "memory under a barrier was used again"
     );
     Ok(())
 }

@@ -106,10 +106,12 @@ fn device(rank: &Rank) -> Outcome {
         return Err("a stream of high priority was promised".to_string());
     };
     ensure!(e.kind() == ErrorKind::Unsupported, "{e}");
-    ensure!(
-        hpu.alloc(0, DType::F64, &[usize::MAX, 2]).is_err(),
-        "too much memory was given"
-    );
+    for (dtype, count) in [(DType::F64, usize::MAX / 4), (DType::U8, usize::MAX - 5)] {
+        let Err(e) = hpu.alloc(0, dtype, &[count]) else {
+            return Err("too much memory was given".to_string());
+        };
+        ensure!(e.kind() == ErrorKind::InvalidArgument, "{e}");
+    }
     // Lengths and places are checked before anything is copied.
     let stream = hpu.new_stream(0, false).map_err(text)?;
     let mut tensor = rank.any(DType::F32)?;

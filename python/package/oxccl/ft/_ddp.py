@@ -63,7 +63,7 @@ class DistributedDataParallel(nn.Module):
 
     After ``backward()`` the gradients are the averages. If a replica dies meanwhile, the reductions are done again among those that are left, with
     the gradients that were computed, so that no batch is lost. A replica of several processes leaves the batch out instead, and so does a step with
-    reductions of its own (`Manager.allreduce`).
+    reductions of its own (`Manager.allreduce`) or with several backward passes that reduce.
 
     Args:
         manager: the replica.
@@ -88,7 +88,6 @@ class DistributedDataParallel(nn.Module):
         self._versions: list[int] = []
         for p in self._home:
             p.register_post_accumulate_grad_hook(self._on_gradient)
-        manager._again = self._again
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Calls the model."""
@@ -114,6 +113,7 @@ class DistributedDataParallel(nn.Module):
             self._is_running = True
             self._seen.clear()
             self._next = 0
+            self._manager._begins_pass(self)
             for bucket in self._buckets:
                 bucket.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
@@ -141,7 +141,7 @@ class DistributedDataParallel(nn.Module):
                 # The vote leaves this batch out.
                 return
             self._manager.should_commit()
-            self._manager.start_quorum()
+            self._manager._start_again(self)
             self._send_again()
         self._versions = [p.grad._version for p in self._home]
 
@@ -159,10 +159,12 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.send(self._manager)
 
+    def _is_whole(self) -> bool:
+        """What the caller did to the averages, as clipping them, would be lost if they were sent again: then the step is left out."""
+        return [None if p.grad is None else p.grad._version for p in self._home] == self._versions
+
     def _again(self) -> bool:
-        """See `Manager._repeat`. What the caller did to the averages, as clipping them, would be lost: then the step is left out."""
-        if [None if p.grad is None else p.grad._version for p in self._home] != self._versions:
-            return False
+        """See `Manager._repeat`."""
         self._send_again()
         if self._collect():
             self._versions = [p.grad._version for p in self._home]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,18 @@ def seconds(time: Time) -> float:
     return time.total_seconds() if isinstance(time, timedelta) else float(time)
 
 
+def _bracketed(host: str) -> str:
+    """The host as it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _listens_at(hostname: str | None) -> str:
+    """Where the manager listens that others reach as `hostname`."""
+    if hostname is None:
+        return "127.0.0.1"
+    return "[::]" if ":" in hostname else "0.0.0.0"
+
+
 def ProcessGroupGloo(timeout: Time = timedelta(seconds=60)) -> oxccl.Group:
     """The group that a manager uses if it is given none, by torchft's name for it."""
     return oxccl.unconfigured(backend="gloo", timeout=seconds(timeout))
@@ -43,6 +55,16 @@ class WorldSizeMode(Enum):
     """Every healthy replica contributes."""
     FIXED_WITH_SPARES = 1
     """At most `min_replica_size` contribute; further ones stand by with the state."""
+
+
+class _Pass(Protocol):
+    """A backward pass whose gradients were reduced in a step."""
+
+    def _is_whole(self) -> bool:
+        """Whether they are still as the reductions left them."""
+
+    def _again(self) -> bool:
+        """Sends them again, in a quorum that stands. False if they are not there any more."""
 
 
 class States:
@@ -116,6 +138,7 @@ class Manager:
         max_retries: after so many attempts in a row that did not commit the next one raises.
         quorum_retries: taken and not used: a quorum that fails is asked for again until `quorum_timeout`.
         store: instead of an address, the store itself: one of `oxccl` or of torch.
+        max_state_bytes: the largest state that is taken over from another replica; by default as much as this machine has memory.
         allow_pickle: let other values than the named ones travel by pickle. Who is a replica can run code in all others then.
         credentials: the folder of this job's credentials; by default ``OXCCL_CREDENTIALS``.
         insecure: without credentials, listen where other machines reach it.
@@ -148,6 +171,7 @@ class Manager:
         quorum_retries: int = 0,
         *,
         store: Any = None,
+        max_state_bytes: int | None = None,
         allow_pickle: bool = False,
         credentials: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -170,7 +194,7 @@ class Manager:
             number = store_port or os.environ.get("MASTER_PORT")
             if address is None or number is None:
                 raise ValueError(f"a replica of {self._world_size} ranks needs a store to meet in: give store, or store_addr and store_port")
-            store = oxccl.TcpStore(f"{address}:{number}")
+            store = oxccl.TcpStore(f"{_bracketed(address)}:{number}")
         lighthouse = lighthouse_addr or os.environ.get("OXCCL_LIGHTHOUSE") or os.environ.get("TORCHFT_LIGHTHOUSE")
         if lighthouse is None and self._rank == 0:
             raise ValueError("no lighthouse is known: give lighthouse_addr, or set OXCCL_LIGHTHOUSE")
@@ -181,7 +205,7 @@ class Manager:
             group_rank=self._rank,
             group_world_size=self._world_size,
             store=store,
-            bind=f"{'127.0.0.1' if hostname is None else '0.0.0.0'}:{port or 0}",
+            bind=f"{_listens_at(hostname)}:{port or 0}",
             advertise_host=hostname,
             min_replicas=min_replica_size,
             fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
@@ -191,6 +215,7 @@ class Manager:
             connect_timeout=seconds(connect_timeout),
             heartbeat_interval=seconds(heartbeat_interval),
             progress_timeout=max(120.0, 2 * self._timeout),
+            max_state_bytes=max_state_bytes,
             credentials=credentials,
             insecure=insecure,
         )
@@ -201,8 +226,8 @@ class Manager:
         """The next quorum may be looked for beside the forward pass."""
         self._has_others = False
         """The program reduced something itself in this step."""
-        self._again: Callable[[], bool] | None = None
-        """Sends the gradients of a lost attempt again, in a quorum that stands; False if they are not there any more."""
+        self._pass: _Pass | None = None
+        """The backward pass of this step whose gradients were reduced."""
 
     # -- the state
 
@@ -237,6 +262,7 @@ class Manager:
             raise ValueError("allow_heal=False: a replica that is behind always heals here, since a step of an older state would not count")
         self._is_begun = False
         self._has_others = False
+        self._pass = None
         self._replica.set_shrink_only(shrink_only)
         limit = self._quorum_timeout if timeout is None else seconds(timeout)
         if self._use_async_quorum and self._may_begin and self._replica.begin_quorum(limit):
@@ -311,10 +337,22 @@ class Manager:
 
     def _repeat(self) -> bool:
         """After a step that did not commit: sends its gradients again in a new quorum. False if the step is to be left out."""
-        if self._again is None or not self._may_repeat():
+        lost = self._pass
+        if lost is None or not self._may_repeat() or not lost._is_whole():
             return False
+        self._start_again(lost)
+        return lost._again()
+
+    def _begins_pass(self, begun: _Pass) -> None:
+        """A backward pass begins to reduce. After another one in the same step, gradients alone would not do that step again."""
+        if self._pass is not None:
+            self._has_others = True
+        self._pass = begun
+
+    def _start_again(self, lost: _Pass) -> None:
+        """A new quorum for the pass of a step that did not commit."""
         self.start_quorum()
-        return self._again()
+        self._pass = lost
 
     def report_error(self, e: Exception) -> None:
         """Makes the vote on this step a no."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,13 +25,15 @@ class Work(dist.Work):
         self._after = after
         self._error = error
         self._is_settled = work is None
+        self._settling = threading.Lock()
 
     def _settle(self) -> None:
-        """The result goes to where the caller wants it, once."""
-        if not self._is_settled:
-            self._is_settled = True
-            if self._error is None:
-                self._after()
+        """The result goes to where the caller wants it, once. It is there for each that returns from here: the caller and a future's thread both come."""
+        with self._settling:
+            if not self._is_settled:
+                self._is_settled = True
+                if self._error is None:
+                    self._after()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the end. False if it failed: `Manager.errored` says why, and the vote will be no. Raises `oxccl.Timeout` if it goes on."""

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 import oxccl
 from oxccl import _oxccl
-from oxccl.torch._work import Done, Work, Works
+from oxccl.torch._work import Work, Works
 
 _DTYPES = [
     (torch.float64, "f64"),
@@ -40,7 +40,7 @@ _NAMES = dict(_DTYPES)
 
 # By the numbers of torch's reductions, which are their hashes.
 _REDUCTIONS: list[_oxccl.Reduction] = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
-_DONE = Done()
+_DONE = Works(())
 
 _ALL_REDUCE = c10d.AllreduceOptions()
 _COALESCED = c10d.AllreduceCoalescedOptions()

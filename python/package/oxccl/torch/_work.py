@@ -163,45 +163,8 @@ class Work(dist.Work):
             future.set_result(list(self._tensors))
 
 
-class Done(dist.Work):
-    """An operation that ran on the calling thread and has ended."""
-
-    def __init__(self, tensors: Sequence[Any] = ()) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns at once."""
-        return True
-
-    def synchronize(self) -> None:
-        """Returns at once."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-    def is_success(self) -> bool:
-        """True."""
-        return True
-
-    def exception(self) -> None:
-        """None."""
-        return None
-
-    def result(self) -> list[Any]:
-        """The tensors that the operation wrote, if they are known."""
-        return list(self._tensors)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is complete."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(list(self._tensors))
-        return future
-
-
 class Works(dist.Work):
-    """Several operations in flight that are waited for as one."""
+    """Several operations in flight that are waited for as one; of none, what ran on the calling thread and has ended."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()

@@ -120,8 +120,17 @@ impl Region {
 
     /// The rings between this rank (`own`) and `peer` in `process`, whose handles came over the socket.
     ///
-    /// Errors: `Protocol` if they are not a sealed region of the right size, a sealed arena and two eventfds.
+    /// Errors: `Protocol`, with the peer, if they are not a sealed region of the right size, a sealed arena and two eventfds; `Io` if this process
+    /// cannot map them, which is no fault of the peer's.
     pub(crate) fn open(&self, own: u32, peer: u32, process: u64, handles: Vec<OwnedFd>) -> Result<Shared> {
+        let opened = self.opened(own, peer, process, handles);
+        opened.map_err(|error| match error.kind() {
+            ErrorKind::Protocol => error.with_peer(peer),
+            _ => error,
+        })
+    }
+
+    fn opened(&self, own: u32, peer: u32, process: u64, handles: Vec<OwnedFd>) -> Result<Shared> {
         let wrong = |text: &str| Error::new(ErrorKind::Protocol, text.to_string());
         let Ok([memory, tensors, collectives, messages]) = <[OwnedFd; HANDLES]>::try_from(handles) else {
             return Err(wrong("did not hand over its shared memory"));

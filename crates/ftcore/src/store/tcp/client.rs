@@ -13,7 +13,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::conn::{Backoff, Conn, EXPLAINED, Greeting, Outcome, Reached, encode, parse_address};
+use super::conn::{Backoff, Conn, EXPLAINED, Opening, Outcome, Reached, encode, parse_address};
 use super::link::{TimeLimit, Watched, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::forked::Born;
@@ -80,7 +80,7 @@ struct Server {
 /// Connections between calls.
 struct Pools {
     idle: Vec<Conn>,
-    ungreeted: Vec<Greeting>,
+    ungreeted: Vec<Opening>,
     /// Whose they are: two processes that used one connection would read each other's answers.
     born: Born,
 }
@@ -247,7 +247,7 @@ impl TcpStore {
             let earlier = self.pools().ungreeted.pop();
             let is_first = earlier.is_none();
             let missed = match earlier {
-                Some(greeting) => greeting.end(call.deadline, &self.watched),
+                Some(opening) => opening.end(call.deadline, &self.watched),
                 None => {
                     let Server { host, port, .. } = &*self.server;
                     let credentials = self.server.credentials.as_ref();
@@ -262,12 +262,12 @@ impl TcpStore {
             let missed = match missed {
                 Ok(conn) => return Ok(conn),
                 // It broke, whenever that was.
-                Err(missed) if !is_first && missed.greeting.is_none() => continue,
+                Err(missed) if !is_first && missed.opening.is_none() => continue,
                 Err(missed) => missed,
             };
             tries += 1;
-            let is_there = missed.greeting.as_ref().is_some_and(|greeting| greeting.is_met());
-            self.keep_ungreeted(missed.greeting.map(|greeting| *greeting));
+            let is_there = missed.opening.as_ref().is_some_and(|opening| opening.is_met());
+            self.keep_ungreeted(missed.opening.map(|opening| *opening));
             let mut last = missed.error;
             if let Some(refused) = Refused::of(&last) {
                 let text =
@@ -316,10 +316,10 @@ impl TcpStore {
             })
     }
 
-    fn keep_ungreeted(&self, greeting: Option<Greeting>) {
+    fn keep_ungreeted(&self, opening: Option<Opening>) {
         let mut pools = self.pools();
         if pools.ungreeted.len() < MAX_UNGREETED {
-            pools.ungreeted.extend(greeting);
+            pools.ungreeted.extend(opening);
         }
     }
 

@@ -3,6 +3,7 @@
 //! Everything here ends by the link's time limit. An `io::Error` says what the call above must know: late (see
 //! `link::is_late`), cancelled (`link::reason_of`), `InvalidData` (not the protocol), anything else (the connection broke).
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, mpsc};
@@ -21,6 +22,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// One attempt: name look-up, connect and greeting each at most this long, then another is made.
 const ATTEMPT: Duration = Duration::from_secs(10);
+/// How long after one address of the server the next is tried beside it.
+const APART: Duration = Duration::from_millis(250);
 /// How long after its deadline a call waits for the server to confirm that the wait is cancelled …
 const CANCEL_GRACE: Duration = Duration::from_millis(100);
 /// … and to say what was missing, for the error text.
@@ -39,11 +42,27 @@ pub(super) struct Conn {
     pub(super) spoiled: bool,
 }
 
-/// A connection that is being made, or on which the server has not answered the greeting yet.
-pub(super) struct Greeting {
+/// A way to the server that is not open yet. Its addresses are tried one after the other, each beside those that do not answer; the first connection
+/// that is made gets the greeting.
+pub(super) struct Opening {
+    credentials: Option<Arc<Credentials>>,
+    /// Not tried yet.
+    addresses: VecDeque<SocketAddr>,
+    /// When the first of these is tried, at the latest.
+    next: Instant,
+    /// Being made, the oldest first.
+    connecting: Vec<Greeting>,
+    /// The one that gets the greeting.
+    made: Option<Greeting>,
+    /// What became of the last one that was given up.
+    failed: io::Error,
+}
+
+/// A connection that is being made to one address, or on which the server has not answered the greeting yet.
+struct Greeting {
     conn: Conn,
-    /// Nothing was heard of the server.
-    is_connecting: bool,
+    /// It is made, and the greeting has begun.
+    is_said: bool,
     /// With credentials, until both ends have proved the job's secret.
     hello: Option<Box<Handshake>>,
     nonce: u32,
@@ -51,19 +70,16 @@ pub(super) struct Greeting {
     since: Instant,
 }
 
-/// An attempt that gave no connection: what is known of the server, and a greeting that may still be answered.
+/// An attempt that gave no connection: what is known of the server, and what may still come of the attempt.
 pub(super) struct Missed {
     /// Late (see `link::is_late`) if nothing says that the server is not there.
     pub(super) error: io::Error,
-    pub(super) greeting: Option<Box<Greeting>>,
+    pub(super) opening: Option<Box<Opening>>,
 }
 
 impl From<io::Error> for Missed {
     fn from(error: io::Error) -> Self {
-        Self {
-            error,
-            greeting: None,
-        }
+        Self { error, opening: None }
     }
 }
 
@@ -87,6 +103,110 @@ fn late(text: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, text.into())
 }
 
+impl Opening {
+    /// To the server with these addresses.
+    pub(super) fn to(addresses: Vec<SocketAddr>, credentials: Option<&Arc<Credentials>>) -> Self {
+        Self {
+            credentials: credentials.cloned(),
+            addresses: addresses.into(),
+            next: Instant::now(),
+            connecting: Vec::new(),
+            made: None,
+            failed: io::Error::new(io::ErrorKind::NotFound, "the name has no address"),
+        }
+    }
+
+    /// Something is there: it took a connection.
+    pub(super) fn is_met(&self) -> bool {
+        self.made.is_some()
+    }
+
+    /// Waits for the server's answer.
+    pub(super) fn end(mut self, deadline: Instant, watched: &Watched) -> std::result::Result<Conn, Missed> {
+        loop {
+            let made = match self.made.take() {
+                Some(made) => Ok(made),
+                None => self.first_made(deadline, watched),
+            };
+            let mut made = match made {
+                Ok(made) => made,
+                Err(error) => {
+                    let goes_on = is_late(&error) && !self.connecting.is_empty();
+                    let opening = goes_on.then(|| Box::new(self));
+                    return Err(Missed { error, opening });
+                }
+            };
+            made.conn.link.watched = watched.clone();
+            match made.answer(deadline) {
+                Ok(got) if got == made.nonce || got == !made.nonce => {
+                    made.conn.ours = got != made.nonce;
+                    return Ok(made.conn);
+                }
+                Ok(got) => self.failed = made.not_greeted(got),
+                Err(e) if is_late(&e) => {
+                    let error = late("no answer to the greeting; is the port another program's?");
+                    if made.since.elapsed() < ATTEMPT {
+                        self.made = Some(made);
+                        let opening = Some(Box::new(self));
+                        return Err(Missed { error, opening });
+                    }
+                    self.failed = error;
+                }
+                Err(e) if reason_of(&e).is_some() => return Err(e.into()),
+                Err(e) => self.failed = e,
+            }
+        }
+    }
+
+    /// The first connection that is made. Errors: late if that may still come, or why it cannot.
+    fn first_made(&mut self, deadline: Instant, watched: &Watched) -> io::Result<Greeting> {
+        let mut watched = watched.clone();
+        let silence = || late("no answer to the connection attempt");
+        loop {
+            self.begin_due();
+            let Some(oldest) = self.connecting.first() else {
+                return Err(std::mem::replace(&mut self.failed, silence()));
+            };
+            let mut turn = deadline.min(oldest.since + ATTEMPT);
+            if !self.addresses.is_empty() {
+                turn = turn.min(self.next);
+            }
+            let links = self.connecting.iter().map(|one| &one.conn.link);
+            if let Some(first) = Link::first_known(links, turn, &mut watched)? {
+                let one = self.connecting.remove(first);
+                match one.conn.link.made() {
+                    Ok(()) => return Ok(one),
+                    Err(e) => self.failed = e,
+                }
+                self.next = Instant::now();
+                continue;
+            }
+            let before = self.connecting.len();
+            self.connecting.retain(|one| one.since.elapsed() < ATTEMPT);
+            if self.connecting.len() < before {
+                self.failed = silence();
+            } else if time_left(deadline).is_zero() {
+                return Err(silence());
+            }
+        }
+    }
+
+    /// Tries the next address if it is time for it, or if none is being tried.
+    fn begin_due(&mut self) {
+        while (self.connecting.is_empty() || time_left(self.next).is_zero())
+            && let Some(address) = self.addresses.pop_front()
+        {
+            match Greeting::begin(&address, self.credentials.as_ref()) {
+                Ok(one) => {
+                    self.connecting.push(one);
+                    self.next = deadline_in(APART);
+                }
+                Err(e) => self.failed = e,
+            }
+        }
+    }
+}
+
 impl Greeting {
     /// Begins to connect.
     fn begin(address: &SocketAddr, credentials: Option<&Arc<Credentials>>) -> io::Result<Self> {
@@ -103,29 +223,22 @@ impl Greeting {
             .map_err(io::Error::other)?;
         Ok(Self {
             conn,
-            is_connecting: true,
+            is_said: false,
             hello,
             nonce: wire::our_ping(nonce() as u32),
             since,
         })
     }
 
-    /// Something is there: it took the connection.
-    pub(super) fn is_met(&self) -> bool {
-        !self.is_connecting
-    }
-
-    /// Connects and says VALIDATE and PING in one segment, with credentials after the hello; then the answer to the PING.
+    /// On a connection that is made: says VALIDATE and PING in one segment, with credentials after the hello; then the answer to the PING.
     fn answer(&mut self, deadline: Instant) -> io::Result<u32> {
-        self.conn.link.limit = TimeLimit::Until(deadline.min(self.since + ATTEMPT));
-        if self.is_connecting {
-            self.conn.link.is_made()?;
-            self.is_connecting = false;
+        let is_new = !std::mem::replace(&mut self.is_said, true);
+        if is_new {
             self.since = Instant::now();
-            self.conn.link.limit = TimeLimit::Until(deadline.min(self.since + ATTEMPT));
-            if self.hello.is_none() {
-                self.conn.write(&greeting(self.nonce))?;
-            }
+        }
+        self.conn.link.limit = TimeLimit::Until(deadline.min(self.since + ATTEMPT));
+        if is_new && self.hello.is_none() {
+            self.conn.write(&greeting(self.nonce))?;
         }
         if let Some(hello) = &mut self.hello {
             if !hello.advance(&mut self.conn.link).map_err(closed_at_hello)? {
@@ -140,29 +253,6 @@ impl Greeting {
         wire::read_u32(&mut self.conn.link)
     }
 
-    /// Waits for the answer.
-    pub(super) fn end(mut self, deadline: Instant, watched: &Watched) -> std::result::Result<Conn, Missed> {
-        self.conn.link.watched = watched.clone();
-        match self.answer(deadline) {
-            Ok(got) if got == self.nonce || got == !self.nonce => {
-                self.conn.ours = got != self.nonce;
-                Ok(self.conn)
-            }
-            Ok(got) => Err(self.not_greeted(got).into()),
-            Err(e) if is_late(&e) => {
-                let error = late(match self.is_connecting {
-                    true => "no answer to the connection attempt",
-                    false => "no answer to the greeting; is the port another program's?",
-                });
-                let greeting = (self.since.elapsed() < ATTEMPT).then(|| Box::new(self));
-                Err(Missed { error, greeting })
-            }
-            Err(e) => Err(e.into()),
-        }
-    }
-}
-
-impl Greeting {
     /// Something else than the answer to the greeting came: perhaps the refusal of a server that asks for credentials.
     fn not_greeted(&mut self, got: u32) -> io::Error {
         let mut header = [0; 16];
@@ -203,20 +293,8 @@ impl Conn {
         deadline: Instant,
         watched: &Watched,
     ) -> std::result::Result<Self, Missed> {
-        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{host}'")).into();
-        for address in resolve(host, port, deadline, watched.clone())? {
-            match Greeting::begin(&address, credentials)
-                .map_err(Missed::from)
-                .and_then(|greeting| greeting.end(deadline, watched))
-            {
-                Ok(conn) => return Ok(conn),
-                Err(missed) => last = missed,
-            }
-            if time_left(deadline).is_zero() || reason_of(&last.error).is_some() {
-                break;
-            }
-        }
-        Err(last)
+        let addresses = resolve(host, port, deadline, watched.clone())?;
+        Opening::to(addresses, credentials).end(deadline, watched)
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {

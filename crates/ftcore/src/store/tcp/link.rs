@@ -172,6 +172,15 @@ pub(super) fn watch_listener(listener: impl AsFd, bell: &Bell, deadline: Option<
     .map(drop)
 }
 
+/// Finds out about a peer whose machine vanished, so that it does not keep its place at a server for ever, and no client waits for ever for a
+/// server that is not there any more. Best effort.
+fn keep_alive(socket: &TcpStream) {
+    let _ = sockopt::set_socket_keepalive(socket, true);
+    let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
+    let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));
+    let _ = sockopt::set_tcp_keepcnt(socket, 4);
+}
+
 /// A connection with a read buffer.
 #[derive(Debug)]
 pub(super) struct Link {
@@ -193,6 +202,7 @@ impl Link {
     pub(super) fn new(stream: TcpStream, limit: TimeLimit) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
+        keep_alive(&stream);
         let buffer = vec![0; BUFFER].into_boxed_slice();
         Ok(Self {
             stream: Arc::new(stream.into()),
@@ -207,7 +217,7 @@ impl Link {
         })
     }
 
-    /// A connection that is being made to `address`; nothing may be read or written before [`is_made`](Self::is_made).
+    /// A connection that is being made to `address`; nothing may be read or written before it [is made](Self::made).
     pub(super) fn begin(address: &SocketAddr, limit: TimeLimit) -> io::Result<Self> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
@@ -221,13 +231,22 @@ impl Link {
         }
     }
 
-    /// Waits until the connection is made. Errors: late (it is still being made), or why it cannot be.
-    pub(super) fn is_made(&mut self) -> io::Result<()> {
-        let deadline = self.deadline();
-        let mut fds = [PollFd::new(&*self.stream, PollFlags::OUT)];
-        if !self.watched.poll(&mut fds, deadline)? {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
+    /// Waits for the first of `links` of which it is known whether it is [made](Self::made): its index. `None` at the deadline. Errors: a token
+    /// was cancelled.
+    pub(super) fn first_known<'a>(
+        links: impl Iterator<Item = &'a Self>,
+        deadline: Instant,
+        watched: &mut Watched,
+    ) -> io::Result<Option<usize>> {
+        let mut fds: Vec<_> = links
+            .map(|link| PollFd::new(&*link.stream, PollFlags::OUT))
+            .collect();
+        watched.poll(&mut fds, Some(deadline))?;
+        Ok(fds.iter().position(|fd| !fd.revents().is_empty()))
+    }
+
+    /// Whether a connection of which that is known is made. Errors: why it cannot be.
+    pub(super) fn made(&self) -> io::Result<()> {
         sockopt::socket_error(&*self.stream)??;
         // Without a listener, a connect within one host can meet itself on the same port.
         if self.stream.local_addr()? == self.stream.peer_addr()? {
@@ -241,15 +260,6 @@ impl Link {
         opener.came(self.buffered());
         self.skip(self.buffer.len());
         self.records = Some(Box::new((sealer, opener)));
-    }
-
-    /// Finds out about a peer whose machine vanished, so that it does not keep its place for ever. Best effort.
-    pub(super) fn keep_alive(&self) {
-        let socket = &*self.stream;
-        let _ = sockopt::set_socket_keepalive(socket, true);
-        let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
-        let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));
-        let _ = sockopt::set_tcp_keepcnt(socket, 4);
     }
 
     /// From now on, something must move in every `window`.

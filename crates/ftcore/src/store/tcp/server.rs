@@ -37,7 +37,7 @@ const REPLY: usize = 64 * 1024;
 const STACK: usize = 256 * 1024;
 /// How long a server that ends goes on with the requests that it has, so that a rank whose key another one has seen gets its answer: often the
 /// program of that other rank has the server and ends next.
-const ANSWERS: Duration = Duration::from_secs(1);
+pub(super) const ANSWERS: Duration = Duration::from_secs(1);
 /// How long `shutdown` waits for the connections' threads.
 const SHUTDOWN: Duration = Duration::from_secs(5);
 
@@ -333,7 +333,6 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
             return;
         }
     };
-    link.keep_alive();
     let address = network(peer);
     let id = {
         let mut doors = shared.doors();

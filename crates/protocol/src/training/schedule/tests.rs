@@ -100,6 +100,8 @@ impl Replica {
         if healed {
             (self.step, self.kept) = (newest, None);
             (self.made, self.has_jumped) = (0, true);
+            // The others won the vote that it lost.
+            self.again = false;
             self.rounds.replaced(source);
         }
         self.rounds.joined(newest);
@@ -115,6 +117,12 @@ impl Replica {
                 self.rounds.due(),
                 Some(Due::Finish),
                 "the others wait for no other's inner steps"
+            );
+        } else if healed && source < config.round_steps && !(config.eager && config.last == Some(newest)) {
+            assert_eq!(
+                self.rounds.due(),
+                None,
+                "a round that the source makes inner steps in"
             );
         }
     }

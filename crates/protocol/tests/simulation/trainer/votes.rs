@@ -75,6 +75,7 @@ impl World {
         }
         if commit == Some(true) {
             t.taken = None;
+            t.of = t.rank.epoch().unwrap_or(Epoch(0));
             let result = t.result.take();
             match t.program.committed(result) {
                 Ok(()) => {}

@@ -31,7 +31,8 @@ impl World {
             record: self.record.clone(),
             accept_rollback: false,
         };
-        self.checks.lighthouse_starts();
+        let recorded = self.record.as_ref().filter(|r| !r.members.is_empty());
+        self.checks.lighthouse_starts(recorded.map(|r| r.quorum_id));
         let heard = formed::Heard::new(self.record.as_ref(), self.now);
         let state = LighthouseState::new(rules, start, self.instant());
         self.lighthouse = Some(Lighthouse {
@@ -102,6 +103,7 @@ impl World {
                     .filter_map(|t| lighthouse.calls.remove(t))
                     .collect();
                 self.formed(&quorum);
+                self.checks.goes_on(&quorum);
                 let checked = self
                     .checks
                     .quorum(quorum.quorum_id, &ids, self.scenario.min_replicas as usize);

@@ -5,12 +5,15 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
+use super::super::conn::Opening;
+use super::super::link::{Watched, is_late};
 use super::*;
-use crate::{Cancel, Error, PrefixStore};
+use crate::agreement::{Agreement, Record};
+use crate::engine::Place;
+use crate::{Cancel, Collective, Epoch, Error, PrefixStore};
 
 /// Far behind every deadline that may count.
 const LONG: Duration = Duration::from_secs(60);
@@ -19,46 +22,15 @@ fn enough() -> Error {
     Error::new(ErrorKind::Aborted, "enough")
 }
 
-/// A way to `server` that is so slow that whatever it says arrives 200 ms late, and how many connections were made over it.
-fn slow(server: &TcpStoreServer) -> (String, Arc<AtomicUsize>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    let behind = server.local_addr();
-    let made = Arc::new(AtomicUsize::new(0));
-    let count = made.clone();
-    let pass = |mut from: TcpStream, mut to: TcpStream, delay: Duration| {
-        thread::spawn(move || {
-            let mut bytes = [0; 1024];
-            while let Ok(n @ 1..) = from.read(&mut bytes) {
-                thread::sleep(delay);
-                if to.write_all(&bytes[..n]).is_err() {
-                    break;
-                }
-            }
-            let _ = to.shutdown(std::net::Shutdown::Both);
-        });
-    };
-    thread::spawn(move || {
-        while let Ok((near, _)) = listener.accept() {
-            count.fetch_add(1, Ordering::SeqCst);
-            let there = TcpStream::connect(behind).unwrap();
-            pass(
-                near.try_clone().unwrap(),
-                there.try_clone().unwrap(),
-                Duration::ZERO,
-            );
-            pass(there, near, Duration::from_millis(200));
-        }
-    });
-    (address, made)
-}
+/// How much later over the slow link arrives whatever the server says.
+const SLOW: Duration = Duration::from_millis(200);
 
 #[test]
 fn a_call_that_looks_at_its_token_ends_over_a_slow_link_and_takes_one_connection() {
     let server = server();
     let near = client(&server);
     near.set("k", b"v", soon()).unwrap();
-    let (address, made) = slow(&server);
+    let (address, made) = far(&server, |_| SLOW);
     let base: Arc<dyn Store> = Arc::new(TcpStore::connect(&address, soon()).unwrap());
     let store = Cancel::default().over(&base);
     thread::scope(|scope| {
@@ -71,6 +43,46 @@ fn a_call_that_looks_at_its_token_ends_over_a_slow_link_and_takes_one_connection
         waits.join().unwrap().unwrap();
     });
     assert_eq!(made.load(Ordering::SeqCst), 2, "calls gave connections up");
+}
+
+/// What the rank compares with one other through the store at `address`.
+fn agreement(address: &str, rank: u32) -> (Agreement, Record) {
+    let (world, epoch) = (2, Epoch(1));
+    let place = Place { rank, world, epoch };
+    let store = Arc::new(TcpStore::connect(address, soon()).unwrap());
+    let record = Record::of(&Collective::Barrier, place);
+    (Agreement::new(store, "x".into(), place), record)
+}
+
+#[test]
+fn ranks_agree_on_what_they_call_over_a_slow_link() {
+    let server = server();
+    let (address, _) = far(&server, |_| SLOW);
+    let agree = |rank| {
+        let (agreement, record) = agreement(&address, rank);
+        agreement.post(&record, 0, soon())?;
+        agreement.compare(0, soon())
+    };
+    thread::scope(|scope| {
+        let other = scope.spawn(|| agree(1));
+        agree(0).unwrap();
+        other.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_says_its_call_to_a_mute_server_ends_with_its_group() {
+    let (address, is_asked) = mute();
+    let (agreement, record) = agreement(&address, 0);
+    let begun = Instant::now();
+    let error = thread::scope(|scope| {
+        let posting = scope.spawn(|| agreement.post(&record, 0, deadline_in(LONG)).unwrap_err());
+        is_asked.recv_timeout(LONG).unwrap();
+        agreement.end(enough());
+        posting.join().unwrap()
+    });
+    assert_eq!(error.message(), "enough");
+    assert!(begun.elapsed() < LONG / 2, "it waited for its deadline");
 }
 
 /// A server that greets and never says anything else; each time it is asked for something, it says so.
@@ -243,4 +255,42 @@ fn an_attempt_to_connect_that_takes_longer_than_a_call_is_continued_by_the_next(
         peer.write_all(&hex("0300000000000000")).unwrap();
         assert_eq!(calling.join().unwrap().unwrap(), 3);
     });
+}
+
+#[test]
+fn an_address_that_does_not_answer_holds_up_none_behind_it() {
+    let server = server();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = listener.local_addr().unwrap();
+    let _filler = fill(&listener, silent.port());
+    // In calls that are much shorter than an attempt, too: each goes on where the last one stopped.
+    for slice in [Duration::from_secs(5), Duration::from_millis(50)] {
+        let mut opening = Opening::to(vec![silent, server.local_addr()], None);
+        let until = deadline_in(Duration::from_secs(5));
+        loop {
+            match opening.end(deadline_in(slice), &Watched::default()) {
+                Ok(_) => break,
+                Err(missed) => {
+                    assert!(is_late(&missed.error), "{}", missed.error);
+                    assert!(Instant::now() < until, "not reached in slices of {slice:?}");
+                    opening = *missed.opening.expect("it goes on");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_address_that_refuses_or_says_something_else_is_passed_over_at_once() {
+    let server = server();
+    let refuses = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addresses = vec![refuses, other.local_addr().unwrap(), server.local_addr()];
+    let answers = thread::spawn(move || other.accept().unwrap().0.write_all(b"HTTP/1.1"));
+    let opening = Opening::to(addresses, None);
+    assert!(opening.end(soon(), &Watched::default()).is_ok());
+    answers.join().unwrap().unwrap();
+    let opening = Opening::to(vec![refuses, refuses], None);
+    let missed = opening.end(soon(), &Watched::default()).err().unwrap();
+    assert_eq!(missed.error.kind(), std::io::ErrorKind::ConnectionRefused);
 }

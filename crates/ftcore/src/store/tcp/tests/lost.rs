@@ -5,6 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Instant;
 
+use super::super::link::{Link, TimeLimit};
 use super::*;
 
 #[test]
@@ -46,38 +47,14 @@ fn a_server_that_never_answers_costs_a_call_its_deadline_and_no_more() {
     }
 }
 
-/// A way to `server` on which the greeting of each connection is answered 300 ms late.
-fn far(server: &TcpStoreServer) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    let behind = server.local_addr();
-    let pass = |mut from: TcpStream, mut to: TcpStream, mut delay: u64| {
-        thread::spawn(move || {
-            let mut bytes = [0; 1024];
-            while let Ok(n @ 1..) = from.read(&mut bytes) {
-                thread::sleep(Duration::from_millis(std::mem::take(&mut delay)));
-                if to.write_all(&bytes[..n]).is_err() {
-                    break;
-                }
-            }
-            let _ = to.shutdown(std::net::Shutdown::Both);
-        });
-    };
-    thread::spawn(move || {
-        while let Ok((near, _)) = listener.accept() {
-            let there = TcpStream::connect(behind).unwrap();
-            pass(near.try_clone().unwrap(), there.try_clone().unwrap(), 0);
-            pass(there, near, 300);
-        }
-    });
-    address
-}
-
 #[test]
 fn calls_in_short_slices_get_through_to_a_server_that_greets_late() {
     let server = server();
     let near = client(&server);
-    let store = TcpStore::connect(&far(&server), soon()).unwrap();
+    // Only the greeting of each connection is answered late.
+    let greets_late = |nth| Duration::from_millis(if nth == 0 { 300 } else { 0 });
+    let (address, _) = far(&server, greets_late);
+    let store = TcpStore::connect(&address, soon()).unwrap();
     thread::scope(|scope| {
         let waits = scope.spawn(|| store.wait(&["later"], soon()));
         until("the first connection is in use", || server.waiting() == 1);
@@ -190,6 +167,19 @@ fn what_is_not_a_store_server_is_a_protocol_error() {
     let e = TcpStore::connect(&address, soon()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
     thread.join().unwrap();
+}
+
+#[test]
+fn both_ends_of_a_connection_find_out_that_the_machine_of_the_other_is_gone() {
+    let server = server();
+    let client = Link::begin(&server.local_addr(), TimeLimit::Until(soon())).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let _peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (accepted, _) = listener.accept().unwrap();
+    for link in [client, Link::new(accepted, TimeLimit::Forever).unwrap()] {
+        let socket: &TcpStream = link.socket();
+        assert!(rustix::net::sockopt::socket_keepalive(socket).unwrap());
+    }
 }
 
 #[test]
