@@ -28,7 +28,7 @@ class Work(dist.Work):
         self._settling = threading.Lock()
 
     def _settle(self) -> None:
-        """The result goes to where the caller wants it, once. It is there for each that returns from here: the caller and a future's thread both come."""
+        """The result goes to where the caller wants it, once. It is there for each that returns from here: a future's thread may come, too."""
         with self._settling:
             if not self._is_settled:
                 self._is_settled = True
