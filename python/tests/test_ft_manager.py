@@ -286,18 +286,22 @@ def test_a_result_is_there_for_each_that_has_waited_for_it() -> None:
             copies()
 
         work._after = slowly
-        future = work.get_future()
-        # The future's thread is in the middle of its copy, or this one is.
-        waiter = threading.Thread(target=work.wait)
-        waiter.start()
+        first = threading.Thread(target=work.wait)
+        first.start()
         assert begun.wait(ftjobs.LIMIT)
-        waiter.join(0.3)
-        assert waiter.is_alive()
-        assert not future.done()
+        # In the middle of its copy another one comes, and a future.
+        futures: list[Any] = []
+        others = [threading.Thread(target=work.wait), threading.Thread(target=lambda: futures.append(work.get_future()))]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join(0.3)
+            assert other.is_alive()
         go_on.set()
-        waiter.join(ftjobs.LIMIT)
-        assert not waiter.is_alive()
-        future.wait()
+        for other in [first, *others]:
+            other.join(ftjobs.LIMIT)
+            assert not other.is_alive()
+        futures[0].wait()
         assert manager.should_commit()
 
 

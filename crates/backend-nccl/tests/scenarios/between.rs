@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ftcore::{ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
-use libtest_mimic::Failed;
 
 use super::kit::*;
 use super::system::{PRELOAD, REFUSE, nothing_is_left, turn};
@@ -46,11 +45,11 @@ fn pass_on(listener: &TcpListener, port: u16) -> std::io::Result<()> {
     zero.shutdown(Shutdown::Write)
 }
 
-/// A store in which rank 0's record of the first epoch leads to `between`, who is told rank 0's own port.
+/// From now on rank 0's record of the first epoch leads to `between`, who is told rank 0's own port.
 fn detour(
     store: &Arc<dyn Store>,
     between: impl FnOnce(&TcpListener, u16) -> std::io::Result<()> + Send + 'static,
-) -> Result<Arc<dyn Store>, Failed> {
+) -> Outcome {
     let key = "errors/1/nccl";
     store.wait(&[key], deadline_in(SOON))?;
     let record = String::from_utf8(store.get(key, deadline_in(SOON))?)?;
@@ -62,9 +61,7 @@ fn detour(
     let there = words.join(" ");
     let thread = std::thread::Builder::new().name("between".to_string());
     thread.spawn(move || between(&listener, port))?;
-    let other: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    other.set(key, there.as_bytes(), deadline_in(SOON))?;
-    Ok(other)
+    Ok(store.set(key, there.as_bytes(), deadline_in(SOON))?)
 }
 
 /// Rank 1 cannot join, and rank 0 is stuck in the library: it is told why at once.
@@ -97,11 +94,12 @@ fn cut_off() -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     ranks(2, |rank| {
         let group = group(rank, GroupOptions::default())?;
-        let way = match rank {
-            1 => detour(&store, pass_on)?,
-            _ => store.clone(),
-        };
-        let e = group.configure(configuration(&way, rank, 2, 1, TIME_LIMIT)).err();
+        if rank == 1 {
+            detour(&store, pass_on)?;
+        }
+        let e = group
+            .configure(configuration(&store, rank, 2, 1, TIME_LIMIT))
+            .err();
         let e = e.ok_or("they met")?;
         match rank {
             0 => says(&e, ErrorKind::PeerLost, &["rank 1 went away", "configure"])?,
@@ -141,14 +139,11 @@ fn silence() -> Outcome {
     let ended = Mutex::new(ended);
     ranks(2, |rank| {
         let group = group(rank, GroupOptions::default())?;
-        let way = match rank {
-            1 => {
-                let told = told.clone();
-                detour(&store, move |listener, port| say_nothing(listener, port, &told))?
-            }
-            _ => store.clone(),
-        };
-        let heard = turn(rank, &group, configuration(&way, rank, 2, 1, SOON))?;
+        if rank == 1 {
+            let told = told.clone();
+            detour(&store, move |listener, port| say_nothing(listener, port, &told))?;
+        }
+        let heard = turn(rank, &group, configuration(&store, rank, 2, 1, SOON))?;
         let e = heard.ok_or("nothing was wrong")?;
         if rank == 0 {
             says(&e, ErrorKind::Io, &["ox-nccl-watch", "does not start"])?;

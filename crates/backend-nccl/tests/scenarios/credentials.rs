@@ -104,42 +104,36 @@ fn encrypted() -> Outcome {
     const REASON: &str = "a reason that no other party is to read";
     let folder = &folder("job-7", '1')?;
     for (encrypt, spoils) in [("0", false), ("1", false), ("1", true)] {
-        let stores: [Arc<dyn Store>; 2] = [Arc::new(InMemoryStore::new()), Arc::new(InMemoryStore::new())];
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
         let (seen, spoil) = (Arc::default(), Arc::new(AtomicBool::new(false)));
-        let stores = &stores;
-        let spoil = &spoil;
-        std::thread::scope(|scope| -> Outcome {
-            let all = scope.spawn(move || {
-                ranks(2, |rank| {
-                    let group = group(rank, encrypting(folder, encrypt))?;
-                    let store = &stores[rank as usize];
-                    group.configure(configuration(store, rank, 2, 1, SOON))?;
-                    sum_works(rank, &group)?;
-                    // The abort must not overtake rank 0's sum.
-                    stores[0].barrier("both have the sum", 2, deadline_in(SOON))?;
-                    if rank == 1 {
-                        spoil.store(spoils, Ordering::Release);
-                        group.abort(REASON);
-                        return Ok(());
-                    }
-                    let e = group_error(&group)?;
-                    match spoils {
-                        false => says(&e, ErrorKind::Aborted, &[REASON]),
-                        // Nothing of it is believed, and rank 1 is named.
-                        true => {
-                            check(e.context().peer == Some(1), || format!("no rank is named: {e}"))?;
-                            says(&e, ErrorKind::PeerLost, &["does not open"])
-                        }
-                    }
-                })
-            });
-            let (port, _) = published(&stores[0])?;
-            let text = stores[0].get(KEY, deadline_in(SOON))?;
-            let through = between(port, Arc::clone(&seen), spoil.clone())?;
-            let text =
-                String::from_utf8_lossy(&text).replacen(&format!(" {port} "), &format!(" {through} "), 1);
-            stores[1].set(KEY, text.as_bytes(), deadline_in(SOON))?;
-            all.join().map_err(|_| "a panic")?
+        ranks(2, |rank| {
+            let group = group(rank, encrypting(folder, encrypt))?;
+            if rank == 1 {
+                let (port, _) = published(&store)?;
+                let text = store.get(KEY, deadline_in(SOON))?;
+                let through = between(port, Arc::clone(&seen), spoil.clone())?;
+                let text =
+                    String::from_utf8_lossy(&text).replacen(&format!(" {port} "), &format!(" {through} "), 1);
+                store.set(KEY, text.as_bytes(), deadline_in(SOON))?;
+            }
+            group.configure(configuration(&store, rank, 2, 1, SOON))?;
+            sum_works(rank, &group)?;
+            // The abort must not overtake rank 0's sum.
+            store.barrier("both have the sum", 2, deadline_in(SOON))?;
+            if rank == 1 {
+                spoil.store(spoils, Ordering::Release);
+                group.abort(REASON);
+                return Ok(());
+            }
+            let e = group_error(&group)?;
+            match spoils {
+                false => says(&e, ErrorKind::Aborted, &[REASON]),
+                // Nothing of it is believed, and rank 1 is named.
+                true => {
+                    check(e.context().peer == Some(1), || format!("no rank is named: {e}"))?;
+                    says(&e, ErrorKind::PeerLost, &["does not open"])
+                }
+            }
         })?;
         let seen = seen.lock().map_err(|_| "a panic")?;
         let found = seen.windows(REASON.len()).any(|bytes| bytes == REASON.as_bytes());

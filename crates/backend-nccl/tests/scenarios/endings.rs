@@ -209,6 +209,7 @@ fn many_slow_aborts() -> Outcome {
 fn one_abort_of_two_hangs() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         message(rank, group, SOON)?.wait_done()?;
+        store.barrier("both have it", 2, deadline_in(SOON))?;
         if rank == 1 {
             let _open = message(rank, group, TIME_LIMIT)?;
             group.abort("enough");
