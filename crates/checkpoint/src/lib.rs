@@ -3,9 +3,9 @@
 //! A replica's state is a [`StateDict`] of plain tensors, which do not change any more: the values are copied into it, or shared with it
 //! ([`StateDict::insert_shared`]) until their owner goes on with others. A [`Snapshot`] is such a state as safetensors bytes, without a copy, so
 //! that training may go on while peers read (lesson L10). [`HttpTransport`] serves snapshots from its own thread,
-//! `ox-ckpt`, and never makes the trainer wait for a reader (L29). A replica that heals calls [`fetch`]: chunks from
+//! `ox-ckpt`, and never makes the trainer wait for a reader (L29). A replica that heals calls [`Fetch::run`]: chunks from
 //! several sources at once, every one checked against its hash before it counts. Nothing read from a peer is executed
-//! (L38), and `fetch` changes nothing of the caller's: the step advances only when the caller applied the state
+//! (L38), and that changes nothing of the caller's: the step advances only when the caller applied the state
 //! (INV-5). [`serve_over_group`] and [`GroupFetch`] are the same over the process group of the epoch. [`save`] and [`load`] keep the same bytes on disk, sealed with a hash; a [`Series`] keeps the last few of a
 //! replica, a [`Writer`] writes them beside the training, and [`newest`] finds the one to go on from when a job was lost.
 

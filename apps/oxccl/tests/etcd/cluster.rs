@@ -49,6 +49,17 @@ impl Process {
         kill_process(pid, signal).unwrap();
     }
 
+    /// SIGSTOP, and waits until it stands: on a busy machine its other threads go on until one of them has had a core.
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+        let status = format!("/proc/{}/stat", self.0.id());
+        wait_until("a process that was stopped stands", || {
+            let stat = std::fs::read_to_string(&status).ok()?;
+            let (_, rest) = stat.rsplit_once(") ")?;
+            rest.starts_with('T').then_some(())
+        });
+    }
+
     /// SIGKILL, and collects it.
     pub(crate) fn kill(&mut self) {
         let _ = self.0.kill();

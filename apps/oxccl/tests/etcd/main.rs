@@ -134,7 +134,7 @@ fn a_leader_that_was_stopped_beyond_its_lease_delivers_nothing_and_writes_nothin
         let before = joined(&old.url, epoch).quorum_id;
         // These wait in the stopped process's sockets.
         let clients = [0, 1].map(|_| old.client());
-        old.process.signal(Signal::STOP);
+        old.process.stop();
         let late = with(before).into_iter().zip(clients).map(|(member, client)| {
             std::thread::spawn(move || client.quorum(&member, Instant::now() + Duration::from_secs(30)))
         });

@@ -195,7 +195,7 @@ impl HttpTransport {
         })
     }
 
-    /// The URL prefix that peers need for [`crate::fetch`]; it differs in every incarnation of a server.
+    /// The URL prefix that peers need for [`crate::Fetch`]; it differs in every incarnation of a server.
     pub fn metadata(&self) -> String {
         self.url.clone()
     }

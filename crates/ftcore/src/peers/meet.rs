@@ -250,7 +250,7 @@ fn collect(
         Ok((open_line(stream), from.to_string()))
     };
     let mut verdict = Ok(());
-    while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
+    while verdict.is_ok() && !are_all_here(&mut guests, c.world_size) {
         if let Some(reason) = c.cancel.reason() {
             verdict = Err(reason);
         } else if time_left(c.deadline).is_zero() {
@@ -318,6 +318,15 @@ fn collect(
         terms.refuse(c, error);
     }
     verdict.map(|()| (guests, before(0)))
+}
+
+/// True once all others have come and are still there: one that has gone is waited for again.
+fn are_all_here(guests: &mut Vec<Guest>, world: u32) -> bool {
+    let is_full = |guests: &[Guest]| guests.len() + 1 >= world as usize;
+    if is_full(guests) {
+        guests.retain_mut(|g| !g.stream.has_ended());
+    }
+    is_full(guests)
 }
 
 /// True if a guest came as `rank` and is still there. One that has gone leaves its place to its successor.
