@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, recv};
 
 use crate::forked::Parents;
@@ -70,6 +71,12 @@ impl Line {
 }
 
 impl Line {
+    /// True if the peer says nothing more. What it has said may be left to be read, and is all there.
+    pub(crate) fn is_over(&self) -> bool {
+        let mut socket = [PollFd::new(&*self.stream, PollFlags::RDHUP)];
+        matches!(poll(&mut socket, Some(&Timespec::default())), Ok(1..))
+    }
+
     /// True if the peer has ended it, and nothing is left to be read.
     pub(crate) fn has_ended(&mut self) -> bool {
         match self.peek(&mut [0]) {

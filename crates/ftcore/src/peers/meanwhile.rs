@@ -103,12 +103,14 @@ fn failed(own: u32, peer: u32, line: &mut Line) -> Option<Error> {
         Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer))
     };
     let mut bytes = [0u8; Frame::MOST];
+    let is_over = line.is_over();
     match line.peek(&mut bytes) {
         Ok(0) => gone(),
         Ok(n) if bytes.first() == Some(&(Kind::Failed as u8)) => match Frame::seen(bytes.get(..n)?) {
+            Ok(Some(frame)) => Some(frame.error(own)),
             // What is not whole yet is looked at again.
-            Ok(frame) => frame.map(|frame| frame.error(own)),
-            Err(_) => gone(),
+            Ok(None) if !is_over => None,
+            Ok(None) | Err(_) => gone(),
         },
         // Of a rank whose engine stands already, for the engine of this one.
         Ok(_) => None,

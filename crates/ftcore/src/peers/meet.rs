@@ -558,6 +558,7 @@ fn hear(
     };
     let mut bytes = [0u8; Frame::MOST];
     loop {
+        let is_over = stream.is_over();
         let there = match stream.peek(&mut bytes) {
             Ok(0) => return Err(closed()),
             Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return Err(closed()),
@@ -574,6 +575,9 @@ fn hear(
             return Frame::read(stream)
                 .map_err(|e| e.with_peer(peer))?
                 .ok_or_else(closed);
+        }
+        if is_over {
+            return Err(closed());
         }
         c.cancel.check()?;
         if Instant::now() >= until {

@@ -214,6 +214,32 @@ fn a_rank_that_has_gone_leaves_its_place_to_its_successor() {
 }
 
 #[test]
+fn half_a_frame_of_a_rank_that_has_gone_is_its_end() {
+    world(2, |c| {
+        if c.rank == 1 {
+            let mut stream = greets(&c, 1, 2);
+            Frame::read(&mut stream).unwrap().unwrap();
+            stream.write_all(&[Kind::Failed as u8; 5]).unwrap();
+            return;
+        }
+        let meeting = meet(&c, &terms("same", false)).unwrap();
+        let (watch, until) = (meeting.watch(), deadline_in(SOON));
+        let e = loop {
+            match watch() {
+                Some(e) => break e,
+                None => assert!(!time_left(until).is_zero(), "it is waited for"),
+            }
+            std::thread::yield_now();
+        };
+        assert_eq!(
+            (e.kind(), e.context().peer),
+            (ErrorKind::PeerLost, Some(1)),
+            "{e}"
+        );
+    });
+}
+
+#[test]
 fn no_look_waits_for_the_rest_of_a_frame() {
     let frame = Frame::new(Kind::Failed, 1, 5 << 32 | 1, "no memory");
     let mut bytes = Vec::new();
