@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 import torchft._torchft
 import torchft.manager
 
@@ -73,6 +75,12 @@ class ManagerServer:
         """As ours."""
         self._server.shutdown()
 
+
+# Their replicas are threads of one process. One may draw a batch when another one has just seeded the process's generator for its model, which then
+# begins with other weights: batches come from a generator of their own.
+_batches = torch.Generator()
+torch.rand = partial(torch.rand, generator=_batches)
+torch.randint = partial(torch.randint, generator=_batches)
 
 torchft._torchft.LighthouseServer = LighthouseServer
 torchft.manager.ManagerServer = ManagerServer
