@@ -20,7 +20,7 @@ const DDP: &str = env!("CARGO_BIN_EXE_train_ddp");
 /// A model and a run small enough for a test; the real text and the real digits all the same.
 const SMALL: &[&str] = &[
     "--rounds",
-    "300",
+    "200",
     "--sync-every",
     "4",
     "--d-model",
@@ -56,7 +56,7 @@ fn text(output: &Output) -> String {
 #[test]
 fn train_diloco_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     let dir = tempfile::tempdir().unwrap();
-    let (output, report) = run(DILOCO, dir.path(), &[SMALL, &["--kill", "1@60"]].concat());
+    let (output, report) = run(DILOCO, dir.path(), &[SMALL, &["--kill", "1@20"]].concat());
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
@@ -67,7 +67,7 @@ fn train_diloco_survives_a_kill_inside_a_reduction_and_all_end_equal() {
         (&Value::from(1), &Value::from("SIGKILL")),
         "{report:#}"
     );
-    assert!(death["healed_step"].as_i64().unwrap() >= 60, "{report:#}");
+    assert!(death["healed_step"].as_i64().unwrap() >= 20, "{report:#}");
     assert!(
         death["restart_to_commit_ms"].is_number() && death["stall"]["stall_ms"].is_number(),
         "{report:#}"
@@ -81,13 +81,13 @@ fn train_diloco_survives_a_kill_inside_a_reduction_and_all_end_equal() {
 #[test]
 fn train_ddp_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     let dir = tempfile::tempdir().unwrap();
-    let three = ["--replicas", "3", "--steps", "800", "--kill", "0@200"];
+    let three = ["--replicas", "3", "--steps", "500", "--kill", "0@100"];
     let (output, report) = run(DDP, dir.path(), &three);
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(
-        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 200,
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 100,
         "{report:#}"
     );
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
@@ -126,7 +126,7 @@ fn with_credentials_a_run_with_a_kill_ends_equal_and_nothing_secret_is_in_a_log_
     let written = |name: &str| std::fs::File::create(out.join(name)).unwrap();
     let mut run = Command::new(DILOCO)
         .args(SMALL)
-        .args(["--kill", "1@60", "--time-limit-s", "120", "--out"])
+        .args(["--kill", "1@20", "--time-limit-s", "120", "--out"])
         .arg(&out)
         .arg("--json")
         .arg(out.join("result.json"))
@@ -159,7 +159,7 @@ fn with_credentials_a_run_with_a_kill_ends_equal_and_nothing_secret_is_in_a_log_
     let report: Value = serde_json::from_slice(&std::fs::read(out.join("result.json")).unwrap()).unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(
-        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 60,
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 20,
         "{report:#}"
     );
     assert!(said.contains("https://127.0.0.1:"), "it ran without credentials");
@@ -175,13 +175,13 @@ fn a_quantised_run_ends_equal_too_with_a_kill_and_far_fewer_bytes() {
     let (output, report) = run(
         DILOCO,
         dir.path(),
-        &[SMALL, &["--kill", "1@60", "--quantize", "int4"]].concat(),
+        &[SMALL, &["--kill", "1@20", "--quantize", "int4"]].concat(),
     );
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(
-        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 60,
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 20,
         "{report:#}"
     );
     // Synchronised once in 4 inner steps and 7 times smaller; with everything else on the wire still more than 15 times.
@@ -191,19 +191,19 @@ fn a_quantised_run_ends_equal_too_with_a_kill_and_far_fewer_bytes() {
 #[test]
 fn two_bits_with_error_feedback_end_equal_too_with_a_kill() {
     let dir = tempfile::tempdir().unwrap();
-    let three = ["--replicas", "3", "--kill", "1@60", "--quantize", "int2"];
+    let three = ["--replicas", "3", "--kill", "1@20", "--quantize", "int2"];
     let (output, report) = run(DILOCO, dir.path(), &[SMALL, &three].concat());
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(
-        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 60,
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 20,
         "{report:#}"
     );
     let first = report["figures"][0]["heldout_loss"].as_f64().unwrap();
     // A byte is 5.5 nats before training.
     assert!(first < 4.0, "{report:#}");
-    let two = ["--steps", "800", "--kill", "1@200", "--quantize", "int4"];
+    let two = ["--steps", "500", "--kill", "1@100", "--quantize", "int4"];
     let (output, report) = run(DDP, dir.path(), &[&two[..], &["--error-feedback"]].concat());
     assert!(output.status.success(), "{}", text(&output));
     assert_eq!(report.unwrap()["ok"], true);

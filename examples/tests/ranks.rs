@@ -94,14 +94,14 @@ fn killed_rank_1_of_replica_1(report: &Value, step: i64) {
 
 #[test]
 fn train_diloco_with_a_rank_killed_goes_on_and_the_whole_replica_comes_back_equal() {
-    let report = run(DILOCO, &[SMALL, TWO_BY_TWO, "--rounds 300 --kill 1/1@60"]);
-    killed_rank_1_of_replica_1(&report, 60);
+    let report = run(DILOCO, &[SMALL, TWO_BY_TWO, "--rounds 200 --kill 1/1@20"]);
+    killed_rank_1_of_replica_1(&report, 20);
 }
 
 #[test]
 fn train_ddp_with_a_rank_killed_goes_on_and_the_whole_replica_comes_back_equal() {
-    let report = run(DDP, &[TWO_BY_TWO, "--steps 1500 --kill 1/1@400"]);
-    killed_rank_1_of_replica_1(&report, 400);
+    let report = run(DDP, &[TWO_BY_TWO, "--steps 900 --kill 1/1@100"]);
+    killed_rank_1_of_replica_1(&report, 100);
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
 }
 

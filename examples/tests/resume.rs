@@ -21,7 +21,7 @@ const DDP: &str = env!("CARGO_BIN_EXE_train_ddp");
 
 /// A small model on the real text, long enough to be killed in the middle.
 const SMALL: &str =
-    "--rounds 240 --sync-every 4 --d-model 32 --layers 2 --seq 32 --batch 2 --no-kill --checkpoint-every 10";
+    "--rounds 120 --sync-every 4 --d-model 32 --layers 2 --seq 32 --batch 2 --no-kill --checkpoint-every 5";
 
 /// One job: a program, its options and its folder.
 struct Job {
@@ -142,8 +142,8 @@ fn made(report: &Value) -> u64 {
 fn a_job_that_was_killed_as_a_whole_goes_on_and_ends_with_the_bits_of_one_never_stopped() {
     let whole = Job::new(DILOCO, &[SMALL]).finish().1;
     let job = Job::new(DILOCO, &[SMALL]);
+    job.kill_at(30);
     job.kill_at(60);
-    job.kill_at(120);
     // The newest of each replica is damaged, in different ways: found, said, and the one before is used.
     let newest = [0, 1].map(|r| *job.steps(r).last().unwrap());
     flip_a_bit(&job.file(0, newest[0]));
@@ -172,7 +172,7 @@ fn rounds_in_flight_and_residuals_of_rounding_are_in_the_checkpoint() {
     let options = [SMALL, "--eager --delay 0 --mixing 0 --quantize int2"];
     let whole = Job::new(DILOCO, &options).finish().1;
     let job = Job::new(DILOCO, &options);
-    job.kill_at(100);
+    job.kill_at(50);
     let report = job.finish().1;
     assert_eq!(outcome(&report), outcome(&whole));
     assert!(made(&report) < made(&whole), "{report:#}");
@@ -191,7 +191,7 @@ fn replicas_that_all_die_under_a_living_lighthouse_go_on_from_their_checkpoints(
     let deadline = Instant::now() + Duration::from_secs(100);
     while ![0, 1]
         .iter()
-        .all(|r| job.steps(*r).last().is_some_and(|s| *s >= 60))
+        .all(|r| job.steps(*r).last().is_some_and(|s| *s >= 30))
     {
         assert!(Instant::now() < deadline && driver.try_wait().unwrap().is_none());
         std::thread::park_timeout(Duration::from_millis(5));
@@ -216,31 +216,31 @@ fn replicas_that_all_die_under_a_living_lighthouse_go_on_from_their_checkpoints(
     assert!(report["hash"].is_string(), "{report:#}");
     for figures in report["figures"].as_array().unwrap() {
         assert_eq!(figures["incarnations"], 2, "{report:#}");
-        assert!(figures["commits"].as_u64().unwrap() < 241 + 60, "{report:#}");
+        assert!(figures["commits"].as_u64().unwrap() < 121 + 30, "{report:#}");
     }
 }
 
 #[test]
 fn data_parallel_goes_on_with_the_same_bits_too() {
-    let options = ["--steps 800 --no-kill --checkpoint-every 50 --quantize int4 --error-feedback"];
+    let options = ["--steps 400 --no-kill --checkpoint-every 25 --quantize int4 --error-feedback"];
     let whole = Job::new(DDP, &options).finish().1;
     let job = Job::new(DDP, &options);
-    job.kill_at(350);
+    job.kill_at(175);
     let report = job.finish().1;
     assert_eq!(outcome(&report), outcome(&whole));
-    assert!(made(&report) <= 450 && made(&report) > 0, "{report:#}");
+    assert!(made(&report) <= 225 && made(&report) > 0, "{report:#}");
 }
 
 #[test]
 fn a_replica_without_a_whole_checkpoint_heals_and_without_any_the_run_is_refused() {
     let job = Job::new(DILOCO, &[SMALL]);
-    job.kill_at(40);
+    job.kill_at(20);
     for step in job.steps(1) {
         truncate(&job.file(1, step));
     }
     // Started only to be killed again: replica 1 must have come in by healing.
     let before = job.steps(0);
-    job.kill_at(before.last().unwrap() + 40);
+    job.kill_at(before.last().unwrap() + 20);
     for replica in [0, 1] {
         for step in job.steps(replica) {
             flip_a_bit(&job.file(replica, step));
@@ -289,7 +289,7 @@ fn a_checkpoint_of_another_run_is_refused_by_what_differs() {
 fn without_room_for_checkpoints_training_goes_on_and_says_so_each_time() {
     let job = Job::new(
         DILOCO,
-        &[&SMALL.replace("--checkpoint-every 10", "--checkpoint-every 60")],
+        &[&SMALL.replace("--checkpoint-every 5", "--checkpoint-every 30")],
     );
     let command = job.command();
     let mut limited = Command::new("sh");
@@ -306,7 +306,7 @@ fn without_room_for_checkpoints_training_goes_on_and_says_so_each_time() {
         .lines()
         .filter(|l| l.contains("replica 0: a checkpoint could not be written; training goes on"))
         .collect();
-    // Of steps 60, 120, 180, 240 and the end.
+    // Of steps 30, 60, 90, 120 and the end.
     assert_eq!(failures.len(), 5, "{said}");
     for line in failures {
         for part in [

@@ -34,9 +34,10 @@ pub(crate) struct Nccl {
 /// NCCL, opened at the first question. The first failure is kept.
 pub(crate) fn nccl() -> Result<&'static Nccl> {
     static NCCL: OnceLock<Result<Nccl>> = OnceLock::new();
-    NCCL.get_or_init(|| match Library::open() {
-        Ok(library) => Ok(Nccl { library }),
-        Err(e) => Err(Error::unsupported(e.to_string()).with_source(e)),
+    NCCL.get_or_init(|| {
+        Ok(Nccl {
+            library: Library::open()?,
+        })
     })
     .as_ref()
     .map_err(Clone::clone)

@@ -2,9 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use ftcore::registry::Unavailable;
 use ftcore::{Error, ErrorKind, Result};
-use oneccl_sys::{Flavour, Library, OpenError};
+use oneccl_sys::{Flavour, Library};
 
 /// Opened libraries live as long as the process.
 static OPENED: Mutex<Option<&'static Library>> = Mutex::new(None);
@@ -25,28 +24,9 @@ pub(crate) fn library(flavour: Flavour) -> Result<&'static Library> {
             ),
         ));
     }
-    let library: &'static Library = Box::leak(Box::new(Library::open(flavour).map_err(unavailable)?));
+    let library: &'static Library = Box::leak(Box::new(Library::open(flavour)?));
     *opened = Some(library);
     Ok(library)
-}
-
-fn unavailable(error: OpenError) -> Error {
-    match error {
-        OpenError::NotFound { searched } => Unavailable::LibraryNotFound {
-            library: "libccl.so.2 (oneCCL)".to_string(),
-            searched,
-        },
-        OpenError::NotLoadable { library, text } => Unavailable::LibraryNotLoadable { library, text },
-        OpenError::SymbolMissing { library, symbol } => Unavailable::SymbolMissing {
-            library,
-            symbol: symbol.to_string(),
-        },
-        other => Unavailable::InitFailed {
-            code: None,
-            text: other.to_string(),
-        },
-    }
-    .into()
 }
 
 /// Whether groups on host memory can be made.

@@ -11,5 +11,5 @@ pub mod types;
 
 mod library;
 
-pub use library::{Api, Library, OLDEST, OpenError};
+pub use library::{Api, Library, OLDEST};
 pub use types::*;

@@ -4,7 +4,10 @@
 //! closed: it starts threads of its own and its functions may be on any stack.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use ftcore::registry::Unavailable;
+use vendor::{Opened, Symbols, functions};
 
 use crate::locate;
 use crate::types::{Comm, Config, DataType, RedOp, ResultCode, Stream, UniqueId, Version};
@@ -13,128 +16,68 @@ use crate::types::{Comm, Config, DataType, RedOp, ResultCode, Stream, UniqueId, 
 /// and a thread of the library writes there when the caller's may have ended: joining and splitting are on threads that end.
 pub const OLDEST: Version = Version::new(2, 27, 0);
 
-/// Why there is no library.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// No candidate could be loaded.
-    #[error(
-        "NCCL was not found: {tried}. Install it (pip install nvidia-nccl-cu12) or set {} to libnccl.so.2",
-        locate::ENV_PATH
-    )]
-    NotFound {
-        /// Each candidate with the loader's text.
-        tried: String,
-    },
-    /// The file is a library, but not (a whole) NCCL.
-    #[error("{} has no function {symbol}: it is not NCCL {OLDEST} or later", path.display())]
-    MissingSymbol {
-        /// The file.
-        path: PathBuf,
-        /// The first function that is missing.
-        symbol: &'static str,
-    },
-    /// The library is older than [`OLDEST`].
-    #[error("{} is NCCL {version}; {OLDEST} or later is needed", path.display())]
-    TooOld {
-        /// The file.
-        path: PathBuf,
-        /// Its version.
-        version: Version,
-    },
-    /// `ncclGetVersion` failed.
-    #[error("{} does not tell its version (code {code})", path.display())]
-    NoVersion {
-        /// The file.
-        path: PathBuf,
-        /// What the call returned.
-        code: ResultCode,
-    },
-}
-
-macro_rules! table {
-    (
-        required { $($(#[$rm:meta])* $r:ident = $rs:literal : fn($($ra:ty),*) -> $rr:ty;)* }
-        optional { $($(#[$om:meta])* $o:ident = $os:literal : fn($($oa:ty),*) -> $or:ty;)* }
-    ) => {
-        /// NCCL's functions. Arguments, units and errors are NCCL's own; see its documentation.
-        #[derive(Debug, Clone, Copy)]
-        pub struct Api {
-            $($(#[$rm])* pub $r: unsafe extern "C" fn($($ra),*) -> $rr,)*
-            $($(#[$om])* pub $o: Option<unsafe extern "C" fn($($oa),*) -> $or>,)*
+functions! {
+    /// NCCL's functions. Arguments, units and errors are NCCL's own; see its documentation.
+    pub struct Api {
+        required {
+            /// The version as a number.
+            get_version = "ncclGetVersion": fn(*mut c_int) -> ResultCode;
+            /// A new id for one communicator.
+            get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> ResultCode;
+            /// Joins a communicator.
+            comm_init_rank_config = "ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> ResultCode;
+            /// Flushes; needed before destroy on non-blocking communicators.
+            comm_finalize = "ncclCommFinalize": fn(Comm) -> ResultCode;
+            /// Frees a communicator.
+            comm_destroy = "ncclCommDestroy": fn(Comm) -> ResultCode;
+            /// Ends whatever runs, then frees it.
+            comm_abort = "ncclCommAbort": fn(Comm) -> ResultCode;
+            /// Divides a communicator by colour.
+            comm_split = "ncclCommSplit": fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> ResultCode;
+            /// How a communicator is.
+            comm_get_async_error = "ncclCommGetAsyncError": fn(Comm, *mut ResultCode) -> ResultCode;
+            /// The number of ranks.
+            comm_count = "ncclCommCount": fn(Comm, *mut c_int) -> ResultCode;
+            /// A code in words.
+            get_error_string = "ncclGetErrorString": fn(ResultCode) -> *const c_char;
+            /// The library's last error in words; the communicator may be null.
+            get_last_error = "ncclGetLastError": fn(Comm) -> *const c_char;
+            /// A sum whose inputs are multiplied first.
+            red_op_create_pre_mul_sum = "ncclRedOpCreatePreMulSum": fn(*mut RedOp, *mut c_void, DataType, c_int, Comm) -> ResultCode;
+            /// Frees it.
+            red_op_destroy = "ncclRedOpDestroy": fn(RedOp, Comm) -> ResultCode;
+            /// send, recv, count, dtype, op, communicator, stream.
+            all_reduce = "ncclAllReduce": fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
+            /// send, recv, count, dtype, root, communicator, stream.
+            broadcast = "ncclBroadcast": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+            /// send, recv, count, dtype, op, root, communicator, stream.
+            reduce = "ncclReduce": fn(*const c_void, *mut c_void, usize, DataType, RedOp, c_int, Comm, Stream) -> ResultCode;
+            /// send, recv, count of send, dtype, communicator, stream.
+            all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
+            /// send, recv, count of recv, dtype, op, communicator, stream.
+            reduce_scatter = "ncclReduceScatter": fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
+            /// send, count, dtype, peer, communicator, stream.
+            send = "ncclSend": fn(*const c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+            /// recv, count, dtype, peer, communicator, stream.
+            recv = "ncclRecv": fn(*mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+            /// Begins a group of calls.
+            group_start = "ncclGroupStart": fn() -> ResultCode;
+            /// Ends it, and starts what was called in between.
+            group_end = "ncclGroupEnd": fn() -> ResultCode;
         }
-
-        impl Api {
-            fn load(library: &libloading::Library) -> Result<Self, &'static str> {
-                Ok(Self {
-                    // SAFETY: the signatures are those of NCCL's public header for these names.
-                    $($r: *unsafe { library.get(concat!($rs, "\0").as_bytes()) }.map_err(|_| $rs)?,)*
-                    // SAFETY: as above.
-                    $($o: unsafe { library.get(concat!($os, "\0").as_bytes()) }.ok().map(|f| *f),)*
-                })
-            }
+        optional {
+            /// Ends whatever runs, without freeing (2.28.7).
+            comm_revoke = "ncclCommRevoke": fn(Comm, c_int) -> ResultCode;
+            /// Only a stand-in has this: what it is, in words.
+            standin_description = "oxccl_standin_description": fn() -> *const c_char;
         }
-    };
-}
-
-table! {
-    required {
-        /// The version as a number.
-        get_version = "ncclGetVersion": fn(*mut c_int) -> ResultCode;
-        /// A new id for one communicator.
-        get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> ResultCode;
-        /// Joins a communicator.
-        comm_init_rank_config = "ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> ResultCode;
-        /// Flushes; needed before destroy on non-blocking communicators.
-        comm_finalize = "ncclCommFinalize": fn(Comm) -> ResultCode;
-        /// Frees a communicator.
-        comm_destroy = "ncclCommDestroy": fn(Comm) -> ResultCode;
-        /// Ends whatever runs, then frees it.
-        comm_abort = "ncclCommAbort": fn(Comm) -> ResultCode;
-        /// Divides a communicator by colour.
-        comm_split = "ncclCommSplit": fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> ResultCode;
-        /// How a communicator is.
-        comm_get_async_error = "ncclCommGetAsyncError": fn(Comm, *mut ResultCode) -> ResultCode;
-        /// The number of ranks.
-        comm_count = "ncclCommCount": fn(Comm, *mut c_int) -> ResultCode;
-        /// A code in words.
-        get_error_string = "ncclGetErrorString": fn(ResultCode) -> *const c_char;
-        /// The library's last error in words; the communicator may be null.
-        get_last_error = "ncclGetLastError": fn(Comm) -> *const c_char;
-        /// A sum whose inputs are multiplied first.
-        red_op_create_pre_mul_sum = "ncclRedOpCreatePreMulSum": fn(*mut RedOp, *mut c_void, DataType, c_int, Comm) -> ResultCode;
-        /// Frees it.
-        red_op_destroy = "ncclRedOpDestroy": fn(RedOp, Comm) -> ResultCode;
-        /// send, recv, count, dtype, op, communicator, stream.
-        all_reduce = "ncclAllReduce": fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
-        /// send, recv, count, dtype, root, communicator, stream.
-        broadcast = "ncclBroadcast": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
-        /// send, recv, count, dtype, op, root, communicator, stream.
-        reduce = "ncclReduce": fn(*const c_void, *mut c_void, usize, DataType, RedOp, c_int, Comm, Stream) -> ResultCode;
-        /// send, recv, count of send, dtype, communicator, stream.
-        all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
-        /// send, recv, count of recv, dtype, op, communicator, stream.
-        reduce_scatter = "ncclReduceScatter": fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
-        /// send, count, dtype, peer, communicator, stream.
-        send = "ncclSend": fn(*const c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
-        /// recv, count, dtype, peer, communicator, stream.
-        recv = "ncclRecv": fn(*mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
-        /// Begins a group of calls.
-        group_start = "ncclGroupStart": fn() -> ResultCode;
-        /// Ends it, and starts what was called in between.
-        group_end = "ncclGroupEnd": fn() -> ResultCode;
-    }
-    optional {
-        /// Ends whatever runs, without freeing (2.28.7).
-        comm_revoke = "ncclCommRevoke": fn(Comm, c_int) -> ResultCode;
-        /// Only a stand-in has this: what it is, in words.
-        standin_description = "oxccl_standin_description": fn() -> *const c_char;
     }
 }
 
 /// An opened library.
 #[derive(Debug)]
 pub struct Library {
-    path: PathBuf,
+    opened: Opened,
     version: Version,
     api: Api,
 }
@@ -142,44 +85,60 @@ pub struct Library {
 impl Library {
     /// Opens the first candidate that loads (see [`locate`]). A candidate that loads but is no usable NCCL ends the search:
     /// taking another one silently would hide which library runs.
-    pub fn open() -> Result<Self, OpenError> {
-        let mut tried = Vec::new();
+    ///
+    /// # Errors
+    /// That none was found, or why it cannot be used.
+    pub fn open() -> Result<Self, Unavailable> {
+        let mut searched = Vec::new();
         for path in locate::candidates() {
-            // SAFETY: loading runs the library's initialisers; the path is the user's own choice or the system's.
-            match unsafe { libloading::Library::new(&path) } {
-                Ok(library) => return Self::of(path, library),
-                Err(e) => tried.push(format!("{}: {e}", path.display())),
+            // SAFETY: NCCL's initialisers ask nothing of the caller.
+            match unsafe { Opened::new(&path, Symbols::Own) } {
+                Ok(opened) => return Self::of(opened),
+                Err(e) => searched.push(e.to_string()),
             }
         }
-        Err(OpenError::NotFound {
-            tried: tried.join("; "),
+        let (file, variable) = (locate::FILE, locate::ENV_PATH);
+        Err(Unavailable::LibraryNotFound {
+            library: format!("NCCL ({file}: pip install nvidia-nccl-cu13, or set {variable} to it)"),
+            searched,
         })
     }
 
-    fn of(path: PathBuf, library: libloading::Library) -> Result<Self, OpenError> {
-        let api = Api::load(&library);
-        // Never closed, whatever comes: the library may have started threads.
-        std::mem::forget(library);
-        let api = api.map_err(|symbol| OpenError::MissingSymbol {
-            path: path.clone(),
-            symbol,
+    fn of(opened: Opened) -> Result<Self, Unavailable> {
+        // SAFETY: the signatures are those of NCCL's public header for these names.
+        let api = unsafe { Api::look_up(&opened) }.map_err(|why| match why {
+            Unavailable::SymbolMissing { library, symbol } => Unavailable::SymbolMissing {
+                library: format!("{library} (NCCL {OLDEST} or later is needed)"),
+                symbol,
+            },
+            why => why,
         })?;
         let mut number: c_int = 0;
         // SAFETY: writes one int; needs no device.
         let code = unsafe { (api.get_version)(&raw mut number) };
+        let what = opened.path().display().to_string();
         let version = match u32::try_from(number) {
             Ok(n) if code == 0 => Version(n),
-            _ => return Err(OpenError::NoVersion { path, code }),
+            _ => {
+                return Err(Unavailable::InitFailed {
+                    code: Some(code.into()),
+                    text: format!("{what} does not tell its version"),
+                });
+            }
         };
         if version < OLDEST {
-            return Err(OpenError::TooOld { path, version });
+            return Err(Unavailable::VersionTooOld {
+                what: format!("NCCL ({what})"),
+                found: version.to_string(),
+                needed: OLDEST.to_string(),
+            });
         }
-        Ok(Self { path, version, api })
+        Ok(Self { opened, version, api })
     }
 
     /// The file, or the bare name if the loader found it.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.opened.path()
     }
 
     /// The library's version.

@@ -1,13 +1,13 @@
 //! The environment variables without which oneCCL does not work, or works slowly: set in this process before the
 //! library is opened, never over a value that the user set.
 //!
-//! `setenv` is not safe while another thread reads the environment outside Rust's own lock (C's `getenv`). A program
-//! that cares calls [`prepare`] first thing in `main`, before it starts threads; where everything is set already (by
-//! the launcher, or in a child process of `isolate`), nothing is written.
+//! A program that cares about what [`vendor::environment`] warns of calls [`prepare`] first thing in `main`, before it starts threads; where
+//! everything is set already (by the launcher, or in a child process of `isolate`), nothing is written.
 
 use std::ffi::OsStr;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+
+use vendor::environment::{set_if, set_if_absent};
 
 /// Which memory a process works on. oneCCL chooses its plugin by an environment variable, so a process has one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -59,8 +59,6 @@ const ENV_PLUGIN: &str = "CCL_PLUGIN";
 /// Names of the variables by which a network interface is chosen.
 pub const INTERFACE: [&str; 2] = ["CCL_KVS_IFACE", "FI_TCP_IFACE"];
 
-static WRITING: Mutex<()> = Mutex::new(());
-
 /// Sets what is not set, for `flavour`; returns the names that were written. A plugin that was chosen here or in a parent process,
 /// for a library that was not opened in this one, is not the user's choice and gives way.
 pub fn prepare(flavour: Flavour) -> Vec<&'static str> {
@@ -108,36 +106,9 @@ pub fn use_interface(name: &str) -> Result<(), (&'static str, String)> {
     Ok(())
 }
 
-fn set_if_absent(name: &str, value: &str) -> bool {
-    set_if(name, value, |present| present.is_none())
-}
-
-fn set_if(name: &str, value: &str, may: impl FnOnce(Option<&OsStr>) -> bool) -> bool {
-    let _one_at_a_time = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
-    let present = std::env::var_os(name);
-    if !may(present.as_deref()) || present.is_some_and(|p| p == value) {
-        return false;
-    }
-    // SAFETY: Rust's own readers and writers share a lock; C code that reads the environment in another thread at
-    // this moment is what the module's documentation warns of, and `prepare` early in `main` avoids.
-    unsafe { std::env::set_var(name, value) };
-    true
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_variable_that_the_user_set_is_left_alone() {
-        // SAFETY: a name that nothing else reads.
-        unsafe { std::env::set_var("OXCCL_TEST_ENVIRONMENT", "mine") };
-        assert!(!set_if_absent("OXCCL_TEST_ENVIRONMENT", "theirs"));
-        assert_eq!(std::env::var("OXCCL_TEST_ENVIRONMENT").unwrap(), "mine");
-        assert!(set_if_absent("OXCCL_TEST_ENVIRONMENT_2", "ours"));
-        assert!(!set_if_absent("OXCCL_TEST_ENVIRONMENT_2", "later"));
-        assert_eq!(std::env::var("OXCCL_TEST_ENVIRONMENT_2").unwrap(), "ours");
-    }
 
     #[test]
     fn a_plugin_chosen_for_the_other_flavour_gives_way_and_one_that_the_user_chose_does_not() {

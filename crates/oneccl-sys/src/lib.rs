@@ -14,5 +14,5 @@ pub mod search;
 mod types;
 
 pub use environment::Flavour;
-pub use library::{Functions, Library, OpenError};
+pub use library::{Functions, Library};
 pub use types::{Comm, Config, DataType, RedOp, ResultCode, Stream, UniqueId, Version};

@@ -12,7 +12,7 @@ mod library;
 pub mod search;
 mod types;
 
-pub use library::{Functions, Library, OpenError};
+pub use library::{Functions, Library};
 pub use types::{
     BackendType, Bool, DeviceRef, DeviceType, EventRef, EventStatus, IN_ORDER, QueueRef, SelectorRef,
 };

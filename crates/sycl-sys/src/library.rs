@@ -1,114 +1,51 @@
 //! Opening: dpctl's library, what it needs, and the table of functions.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
-use libloading::os::unix as dl;
+use ftcore::registry::Unavailable;
+use vendor::{Opened, Symbols, functions};
 
 use crate::types::{Bool, DeviceRef, DeviceType, EventRef, EventStatus, QueueRef, SelectorRef};
 use crate::{environment, search};
 
-/// Why the library could not be opened.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum OpenError {
-    /// No file in any of the places.
-    #[error("libDPCTLSyclInterface.so (dpctl) was not found; searched: {}", searched.join(", "))]
-    NotFound {
-        /// The places, in order.
-        searched: Vec<String>,
-    },
-    /// The loader refuses it, or something that it needs.
-    #[error("{library} cannot be loaded: {text}")]
-    NotLoadable {
-        /// The file.
-        library: String,
-        /// The loader's words.
-        text: String,
-    },
-    /// A function that every version has is missing.
-    #[error("{library} has no symbol {symbol}")]
-    SymbolMissing {
-        /// The file.
-        library: String,
-        /// The function.
-        symbol: &'static str,
-    },
-}
-
-macro_rules! functions {
-    ($(required $r:ident = $rname:literal: fn($($rarg:ty),*) $(-> $rret:ty)?;)*
-     $(optional $o:ident = $oname:literal: fn($($oarg:ty),*) $(-> $oret:ty)?;)*) => {
-        /// dpctl's C API. Optional functions are `None` where this version lacks them.
-        ///
-        /// All are as unsafe as C: references must be alive, memory valid for the bytes given until the command that uses it
-        /// is done. What fails says so on standard error and returns null or zero.
-        #[derive(Debug, Clone, Copy)]
-        #[allow(missing_docs, reason = "the C API's own names")]
-        pub struct Functions {
-            $(pub $r: unsafe extern "C" fn($($rarg),*) $(-> $rret)?,)*
-            $(pub $o: Option<unsafe extern "C" fn($($oarg),*) $(-> $oret)?>,)*
-        }
-
-        impl Functions {
-            /// # Safety
-            /// `library` is dpctl's, whose functions have these types.
-            unsafe fn look_up(library: &dl::Library, file: &str) -> Result<Self, OpenError> {
-                Ok(Self {
-                    $($r: {
-                        // SAFETY: the type is the C API's for that name.
-                        let symbol = unsafe { library.get::<unsafe extern "C" fn($($rarg),*) $(-> $rret)?>($rname) };
-                        *symbol.map_err(|_| OpenError::SymbolMissing {
-                            library: file.to_string(),
-                            symbol: printable($rname),
-                        })?
-                    },)*
-                    $($o: {
-                        // SAFETY: the type is the C API's for that name.
-                        let symbol = unsafe { library.get::<unsafe extern "C" fn($($oarg),*) $(-> $oret)?>($oname) };
-                        symbol.ok().map(|s| *s)
-                    },)*
-                })
-            }
-        }
-    };
-}
-
 functions! {
-    required filter_selector = b"DPCTLFilterSelector_Create\0": fn(*const c_char) -> SelectorRef;
-    required selector_delete = b"DPCTLDeviceSelector_Delete\0": fn(SelectorRef);
-    required device_from_selector = b"DPCTLDevice_CreateFromSelector\0": fn(SelectorRef) -> DeviceRef;
-    required device_delete = b"DPCTLDevice_Delete\0": fn(DeviceRef);
-    required device_type = b"DPCTLDevice_GetDeviceType\0": fn(DeviceRef) -> DeviceType;
-    required device_name = b"DPCTLDevice_GetName\0": fn(DeviceRef) -> *const c_char;
-    required device_count = b"DPCTLDeviceMgr_GetNumDevices\0": fn(c_int) -> usize;
-    required string_delete = b"DPCTLCString_Delete\0": fn(*const c_char);
-    required queue_for_device = b"DPCTLQueue_CreateForDevice\0": fn(DeviceRef, *const c_void, c_int) -> QueueRef;
-    required queue_copy = b"DPCTLQueue_Copy\0": fn(QueueRef) -> QueueRef;
-    required queue_delete = b"DPCTLQueue_Delete\0": fn(QueueRef);
-    required queue_device = b"DPCTLQueue_GetDevice\0": fn(QueueRef) -> DeviceRef;
-    required queue_memcpy = b"DPCTLQueue_Memcpy\0": fn(QueueRef, *mut c_void, *const c_void, usize) -> EventRef;
-    required queue_memset = b"DPCTLQueue_Memset\0": fn(QueueRef, *mut c_void, u8, usize) -> EventRef;
-    required queue_barrier = b"DPCTLQueue_SubmitBarrier\0": fn(QueueRef) -> EventRef;
-    required queue_barrier_for = b"DPCTLQueue_SubmitBarrierForEvents\0": fn(QueueRef, *const EventRef, usize) -> EventRef;
-    required event_status = b"DPCTLEvent_GetCommandExecutionStatus\0": fn(EventRef) -> EventStatus;
-    required event_delete = b"DPCTLEvent_Delete\0": fn(EventRef);
-    required malloc_device = b"DPCTLmalloc_device\0": fn(usize, QueueRef) -> *mut c_void;
-    required malloc_shared = b"DPCTLmalloc_shared\0": fn(usize, QueueRef) -> *mut c_void;
-    required malloc_host = b"DPCTLmalloc_host\0": fn(usize, QueueRef) -> *mut c_void;
-    required free = b"DPCTLfree_with_queue\0": fn(*mut c_void, QueueRef);
-    optional version = b"DPCTLService_GetDPCPPVersion\0": fn() -> *const c_char;
-    optional device_driver = b"DPCTLDevice_GetDriverVersion\0": fn(DeviceRef) -> *const c_char;
-    optional device_equal = b"DPCTLDevice_AreEq\0": fn(DeviceRef, DeviceRef) -> Bool;
-}
-
-/// A symbol's name without its final zero.
-fn printable(name: &'static [u8]) -> &'static str {
-    CStr::from_bytes_with_nul(name)
-        .ok()
-        .and_then(|n| n.to_str().ok())
-        .unwrap_or("?")
+    /// dpctl's C API. Optional functions are `None` where this version lacks them.
+    ///
+    /// All are as unsafe as C: references must be alive, memory valid for the bytes given until the command that uses it
+    /// is done. What fails says so on standard error and returns null or zero.
+    #[allow(missing_docs, reason = "the C API's own names")]
+    pub struct Functions {
+        required {
+            filter_selector = "DPCTLFilterSelector_Create": fn(*const c_char) -> SelectorRef;
+            selector_delete = "DPCTLDeviceSelector_Delete": fn(SelectorRef);
+            device_from_selector = "DPCTLDevice_CreateFromSelector": fn(SelectorRef) -> DeviceRef;
+            device_delete = "DPCTLDevice_Delete": fn(DeviceRef);
+            device_type = "DPCTLDevice_GetDeviceType": fn(DeviceRef) -> DeviceType;
+            device_name = "DPCTLDevice_GetName": fn(DeviceRef) -> *const c_char;
+            device_count = "DPCTLDeviceMgr_GetNumDevices": fn(c_int) -> usize;
+            string_delete = "DPCTLCString_Delete": fn(*const c_char);
+            queue_for_device = "DPCTLQueue_CreateForDevice": fn(DeviceRef, *const c_void, c_int) -> QueueRef;
+            queue_copy = "DPCTLQueue_Copy": fn(QueueRef) -> QueueRef;
+            queue_delete = "DPCTLQueue_Delete": fn(QueueRef);
+            queue_device = "DPCTLQueue_GetDevice": fn(QueueRef) -> DeviceRef;
+            queue_memcpy = "DPCTLQueue_Memcpy": fn(QueueRef, *mut c_void, *const c_void, usize) -> EventRef;
+            queue_memset = "DPCTLQueue_Memset": fn(QueueRef, *mut c_void, u8, usize) -> EventRef;
+            queue_barrier = "DPCTLQueue_SubmitBarrier": fn(QueueRef) -> EventRef;
+            queue_barrier_for = "DPCTLQueue_SubmitBarrierForEvents": fn(QueueRef, *const EventRef, usize) -> EventRef;
+            event_status = "DPCTLEvent_GetCommandExecutionStatus": fn(EventRef) -> EventStatus;
+            event_delete = "DPCTLEvent_Delete": fn(EventRef);
+            malloc_device = "DPCTLmalloc_device": fn(usize, QueueRef) -> *mut c_void;
+            malloc_shared = "DPCTLmalloc_shared": fn(usize, QueueRef) -> *mut c_void;
+            malloc_host = "DPCTLmalloc_host": fn(usize, QueueRef) -> *mut c_void;
+            free = "DPCTLfree_with_queue": fn(*mut c_void, QueueRef);
+        }
+        optional {
+            version = "DPCTLService_GetDPCPPVersion": fn() -> *const c_char;
+            device_driver = "DPCTLDevice_GetDriverVersion": fn(DeviceRef) -> *const c_char;
+            device_equal = "DPCTLDevice_AreEq": fn(DeviceRef, DeviceRef) -> Bool;
+        }
+    }
 }
 
 /// An opened dpctl with the SYCL runtime under it. Never closed.
@@ -140,12 +77,17 @@ impl Library {
     /// Prepares the process, finds the library and opens it with what it needs.
     ///
     /// Call it once per process and keep the result: opening it again is harmless, but pointless.
-    pub fn open() -> Result<Self, OpenError> {
+    ///
+    /// # Errors
+    /// That it was not found, or why it cannot be used.
+    pub fn open() -> Result<Self, Unavailable> {
         let found = search::find();
+        let not_found = |searched| Unavailable::LibraryNotFound {
+            library: format!("{} (dpctl, the way to SYCL)", search::LIBRARY),
+            searched,
+        };
         let Some(file) = found.file else {
-            return Err(OpenError::NotFound {
-                searched: found.searched,
-            });
+            return Err(not_found(found.searched));
         };
         let folders = search::folders(&file);
         environment::prepare(&folders);
@@ -157,14 +99,11 @@ impl Library {
         }
         let library = open_for_good(&file).map_err(|e| match e {
             // The loader's path was the last resort: say where else it was looked for.
-            OpenError::NotLoadable { .. } if folders.is_empty() => OpenError::NotFound {
-                searched: found.searched,
-            },
+            Unavailable::LibraryNotLoadable { .. } if folders.is_empty() => not_found(found.searched),
             e => e,
         })?;
-        let name = file.display().to_string();
         // SAFETY: a library of this name is dpctl's C API.
-        let functions = unsafe { Functions::look_up(&library, &name)? };
+        let functions = unsafe { Functions::look_up(&library)? };
         // SAFETY: takes nothing, and gives a new string away.
         let version = functions.version.map(|f| unsafe { text(&functions, f()) });
         Ok(Self {
@@ -198,20 +137,8 @@ unsafe fn text(functions: &Functions, string: *const c_char) -> String {
     }
 }
 
-/// Opens a library whose symbols others may use, and never closes it.
-fn open_for_good(file: &Path) -> Result<ManuallyDrop<dl::Library>, OpenError> {
+/// Opens a library whose symbols others may use.
+fn open_for_good(file: &Path) -> Result<Opened, Unavailable> {
     // SAFETY: the initialisers of the SYCL runtime ask nothing of the caller.
-    let opened = unsafe { dl::Library::open(Some(file), dl::RTLD_NOW | dl::RTLD_GLOBAL) };
-    opened.map(ManuallyDrop::new).map_err(|e| OpenError::NotLoadable {
-        library: file.display().to_string(),
-        text: words(&e),
-    })
-}
-
-/// The loader's own words, which the error has as its source.
-fn words(error: &libloading::Error) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => source.to_string(),
-        None => error.to_string(),
-    }
+    unsafe { Opened::new(file, Symbols::Shared) }
 }

@@ -71,7 +71,7 @@ fn may_be_unsafe(path: &str) -> bool {
                     || is("flight_recorder/ticks")
                     || is("float_mode")
             }
-            "plugin" => true,
+            "plugin" | "vendor" => true,
             "backend-gloo" => is("transport/shm") || is("shm") || is("raw"),
             "backend-xccl" => {
                 is_raw(inside) || inside.starts_with("src/sycl/raw") || inside == "tests/lifecycle/raw.rs"

@@ -17,6 +17,7 @@ enum Place {
 const FLOORS: &[(&str, Place)] = &[
     ("ftcore", Place::Floor(0)),
     ("oxccl-plugin", Place::Floor(1)),
+    ("oxccl-vendor", Place::Floor(1)),
     ("oxccl-world", Place::Floor(3)),
     ("oxccl-quant", Place::Floor(3)),
     ("oxccl-quant-cuda", Place::Floor(3)),
@@ -51,6 +52,10 @@ const FLOORS: &[(&str, Place)] = &[
 
 /// Steps within one floor that the design asks for.
 const WITHIN: &[(&str, &[&str])] = &[
+    ("nccl-sys", &["oxccl-vendor"]),
+    ("oneccl-sys", &["oxccl-vendor"]),
+    ("sycl-sys", &["oxccl-vendor"]),
+    ("oxccl-plugin", &["oxccl-vendor"]),
     ("oxccl-quant-cuda", &["oxccl-quant"]),
     ("oxccl-coordination", &["oxccl-protocol", "oxccl-identity"]),
     ("oxccl-checkpoint", &["oxccl-identity", "oxccl-replica"]),

@@ -19,6 +19,7 @@ mod table;
 pub(crate) use handles::{Context, EventHandle, Function, IpcHandle, Span, StreamHandle};
 pub(crate) use host::{HostBlock, host_tensor};
 use table::Table;
+use vendor::{Opened, Symbols};
 
 /// Page-locked host memory that is never freed: a few kilobytes per device, for results that the host reads.
 pub(crate) struct Pinned(NonNull<i32>, usize);
@@ -74,22 +75,17 @@ pub(crate) struct Driver {
 impl Driver {
     /// Opens `path` and initialises the driver. `Unsupported` says what is missing.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let shown = path.display().to_string();
-        // SAFETY: loading runs the driver's initialisers; the path is the user's own choice or the system's.
-        let library = unsafe { libloading::Library::new(path) }
-            .map_err(|e| Error::unsupported(format!("the CUDA driver was not found: {shown}: {e}")))?;
-        let table = Table::load(&library);
-        // Never closed: the driver has threads of its own.
-        std::mem::forget(library);
-        let table = table.map_err(|symbol| {
-            Error::unsupported(format!(
-                "{shown} has no function {symbol}: a CUDA driver of version 11.2 or later is needed"
-            ))
+        // SAFETY: the driver's initialisers ask nothing of the caller.
+        let opened = unsafe { Opened::new(path, Symbols::Own) }
+            .map_err(|e| Error::unsupported(format!("the CUDA driver was not found: {e}")))?;
+        // SAFETY: the signatures are those of the driver API's public documentation for these names.
+        let table = unsafe { Table::look_up(&opened) }.map_err(|e| {
+            Error::unsupported(format!("{e}: a CUDA driver of version 11.2 or later is needed"))
         })?;
         let mut driver = Self {
             table,
             version: 0,
-            path: shown,
+            path: path.display().to_string(),
         };
         // SAFETY: takes flags that must be 0.
         driver.check("cuInit", unsafe { (driver.table.init)(0) })?;

@@ -10,11 +10,8 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use ftcore::registry::Unavailable;
 use ftcore::{DType, Device, Error, ErrorKind, Result, Tensor};
-use sycl_sys::{
-    BackendType, DeviceRef, DeviceType, EventRef, EventStatus, IN_ORDER, Library, OpenError, QueueRef,
-};
+use sycl_sys::{BackendType, DeviceRef, DeviceType, EventRef, EventStatus, IN_ORDER, Library, QueueRef};
 
 /// dpctl and the SYCL runtime, opened by the first call. The first failure is kept: libraries do not appear while a program
 /// runs.
@@ -24,29 +21,10 @@ pub(crate) fn sycl() -> Result<&'static Library> {
         .get_or_init(|| {
             // The C++ library takes C's standard output when it is loaded, which SYCL does and oneCCL logs through.
             oneccl_sys::output::keep_out_of_stdout();
-            Library::open().map_err(unavailable)
+            Ok(Library::open()?)
         })
         .as_ref()
         .map_err(Clone::clone)
-}
-
-fn unavailable(error: OpenError) -> Error {
-    match error {
-        OpenError::NotFound { searched } => Unavailable::LibraryNotFound {
-            library: "libDPCTLSyclInterface.so (dpctl, the way to SYCL)".to_string(),
-            searched,
-        },
-        OpenError::NotLoadable { library, text } => Unavailable::LibraryNotLoadable { library, text },
-        OpenError::SymbolMissing { library, symbol } => Unavailable::SymbolMissing {
-            library,
-            symbol: symbol.to_string(),
-        },
-        other => Unavailable::InitFailed {
-            code: None,
-            text: other.to_string(),
-        },
-    }
-    .into()
 }
 
 fn refused(call: &str) -> Error {

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -10,8 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use ftcore::printable::{LONGEST, one_line};
 use ftcore::registry::Unavailable;
 use ftcore::{DeviceKind, Error, Result};
-use libloading::os::unix::{Library as Dylib, RTLD_LOCAL, RTLD_NOW};
 use tracing::level_filters::LevelFilter;
+use vendor::{Opened, Symbols};
 
 use crate::abi::{self, Fault, Growing, OK, OpenFn, QueryFn, QueryReply, Str};
 use crate::{fault, text};
@@ -30,8 +29,6 @@ pub(super) struct Library {
     /// The minor version that both sides use.
     pub(super) minor: u32,
     pub(super) table: abi::Plugin,
-    /// Never unloaded: its threads, callbacks and thread-local destructors may outlive everything that we know of.
-    _dylib: ManuallyDrop<Dylib>,
 }
 
 // SAFETY: the ABI says that the table may be used from any thread as long as the process lives.
@@ -67,37 +64,21 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, Unavailable> {
     if let Some(known) = opened.get(path) {
         return known.clone();
     }
-    let dylib = load(path)?;
-    let result = begin_with(dylib, path).map(|l| &*Box::leak(Box::new(l)));
+    // SAFETY: the user named this file, and a child process has opened it without a crash (or the caller takes the
+    // risk, see `open_trusted`).
+    let dylib = unsafe { Opened::new(path, Symbols::Own)? };
+    let result = begin_with(&dylib, path).map(|l| &*Box::leak(Box::new(l)));
     opened.insert(path.to_path_buf(), result.clone());
     result
 }
 
-fn load(path: &Path) -> Result<Dylib, Unavailable> {
-    // SAFETY: the user named this file, and a child process has opened it without a crash (or the caller takes the
-    // risk, see `open_trusted`). RTLD_LOCAL: its symbols stay its own.
-    let dylib = unsafe { Dylib::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-    dylib.map_err(|e| Unavailable::LibraryNotLoadable {
-        library: path.display().to_string(),
-        text: innermost(&e),
-    })
-}
-
-fn begin_with(dylib: Dylib, path: &Path) -> Result<Library, Unavailable> {
+fn begin_with(dylib: &Opened, path: &Path) -> Result<Library, Unavailable> {
     let shown = path.display().to_string();
-    // Once its constructors have run it stays, whatever comes.
-    let dylib = ManuallyDrop::new(dylib);
-    let missing = |symbol: &str| Unavailable::SymbolMissing {
-        library: shown.clone(),
-        symbol: symbol.to_string(),
-    };
     // SAFETY: the name says the type: it is the version's own.
-    let query = unsafe { dylib.get::<QueryFn>(abi::QUERY.as_bytes()) };
-    let query = *query.map_err(|_| missing(abi::QUERY))?;
+    let query = unsafe { dylib.required::<QueryFn>(abi::QUERY)? };
     let stated = ask(query).map_err(|e| e.of(&shown))?;
     // SAFETY: as above.
-    let start = unsafe { dylib.get::<OpenFn>(abi::OPEN.as_bytes()) };
-    let start = *start.map_err(|_| missing(abi::OPEN))?;
+    let start = unsafe { dylib.required::<OpenFn>(abi::OPEN)? };
     let table = begin(start, &stated, &shown)?;
     Ok(Library {
         path: path.to_path_buf(),
@@ -107,17 +88,7 @@ fn begin_with(dylib: Dylib, path: &Path) -> Result<Library, Unavailable> {
         devices: stated.devices,
         minor: stated.minor,
         table,
-        _dylib: dylib,
     })
-}
-
-/// The loader's own words are the innermost cause.
-fn innermost(error: &dyn std::error::Error) -> String {
-    let mut at = error;
-    while let Some(source) = at.source() {
-        at = source;
-    }
-    at.to_string()
 }
 
 /// What is wrong with a query's reply, before the file's name is known.
@@ -321,7 +292,6 @@ impl Library {
             devices,
             minor: abi::MINOR,
             table,
-            _dylib: ManuallyDrop::new(Dylib::this()),
         }))
     }
 

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::Mutex;
 
+use ftcore::registry::Unavailable;
 use ftcore::{Error, ErrorKind, Result};
+use vendor::{Opened, Symbols, functions};
 
 /// Names the library, or the folder that holds it.
 const ENV_PATH: &str = "OXCCL_NVRTC_PATH";
@@ -20,28 +22,20 @@ const TOOLKIT: &str = "/usr/local/cuda/lib64";
 
 type Program = *mut c_void;
 
-macro_rules! table {
-    ($($f:ident = $s:literal : fn($($a:ty),*);)*) => {
-        struct Table { $($f: unsafe extern "C" fn($($a),*) -> c_int,)* }
-        impl Table {
-            fn load(library: &libloading::Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: the signatures are those of NVRTC's public documentation for these names.
-                Ok(Self { $($f: *unsafe { library.get(concat!($s, "\0").as_bytes()) }.map_err(|_| $s)?,)* })
-            }
+functions! {
+    struct Table {
+        required {
+            version = "nvrtcVersion": fn(*mut c_int, *mut c_int) -> c_int;
+            create = "nvrtcCreateProgram":
+                fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int;
+            compile = "nvrtcCompileProgram": fn(Program, c_int, *const *const c_char) -> c_int;
+            destroy = "nvrtcDestroyProgram": fn(*mut Program) -> c_int;
+            log_size = "nvrtcGetProgramLogSize": fn(Program, *mut usize) -> c_int;
+            log = "nvrtcGetProgramLog": fn(Program, *mut c_char) -> c_int;
+            cubin_size = "nvrtcGetCUBINSize": fn(Program, *mut usize) -> c_int;
+            cubin = "nvrtcGetCUBIN": fn(Program, *mut c_char) -> c_int;
         }
-    };
-}
-
-table! {
-    version = "nvrtcVersion": fn(*mut c_int, *mut c_int);
-    create = "nvrtcCreateProgram":
-        fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
-    compile = "nvrtcCompileProgram": fn(Program, c_int, *const *const c_char);
-    destroy = "nvrtcDestroyProgram": fn(*mut Program);
-    log_size = "nvrtcGetProgramLogSize": fn(Program, *mut usize);
-    log = "nvrtcGetProgramLog": fn(Program, *mut c_char);
-    cubin_size = "nvrtcGetCUBINSize": fn(Program, *mut usize);
-    cubin = "nvrtcGetCUBIN": fn(Program, *mut c_char);
+    }
 }
 
 /// `--gpu-architecture` was not understood.
@@ -99,7 +93,7 @@ impl Nvrtc {
         for path in &candidates {
             match Self::open(path) {
                 Ok(nvrtc) => return Ok(nvrtc),
-                Err(why) => last = why,
+                Err(why) => last = why.to_string(),
             }
         }
         Err(Error::unsupported(format!(
@@ -108,28 +102,24 @@ impl Nvrtc {
         )))
     }
 
-    fn open(path: &Path) -> std::result::Result<Self, String> {
-        let shown = path.display().to_string();
+    fn open(path: &Path) -> std::result::Result<Self, Unavailable> {
         let load = |path: &Path| {
-            // SAFETY: loading runs the library's initialisers; the path is the user's own choice or NVIDIA's package.
-            unsafe { libloading::Library::new(path) }
+            // SAFETY: NVRTC's initialisers ask nothing of the caller.
+            unsafe { Opened::new(path, Symbols::Own) }
         };
         // It opens its headers by name alone, so they must be there already where the loader does not look.
         for builtins in path.parent().into_iter().flat_map(builtins_in) {
-            if let Ok(library) = load(&builtins) {
-                std::mem::forget(library);
-            }
+            let _ = load(&builtins);
         }
-        let library = load(path).map_err(|e| format!("{shown}: {e}"))?;
-        let table = Table::load(&library).map_err(|symbol| format!("{shown} has no function {symbol}"));
-        std::mem::forget(library);
-        let table = table?;
+        let opened = load(path)?;
+        // SAFETY: the signatures are those of NVRTC's public documentation for these names.
+        let table = unsafe { Table::look_up(&opened)? };
         let mut version = (0, 0);
         // SAFETY: writes two ints into the variable that this call borrows.
         unsafe { (table.version)(&raw mut version.0, &raw mut version.1) };
         Ok(Self {
             table,
-            path: shown,
+            path: path.display().to_string(),
             version,
         })
     }

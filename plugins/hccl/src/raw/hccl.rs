@@ -5,11 +5,11 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
+use vendor::{Opened, functions};
+
 use crate::ftcore::registry::Unavailable;
 use crate::ftcore::{DType, Error, ErrorKind, ReduceOp, Result};
 
-use super::functions;
-use super::library::Opened;
 use super::synapse::StreamHandle;
 
 /// `hcclResult_t`.
@@ -61,33 +61,35 @@ impl UniqueId {
 }
 
 functions! {
-    Table;
-    required {
-        hcclGetVersion: fn(*mut c_int) -> Code;
-        hcclGetUniqueId: fn(*mut UniqueId) -> Code;
-        hcclCommInitRank: fn(*mut *mut c_void, c_int, UniqueId, c_int) -> Code;
-        hcclCommDestroy: fn(*mut c_void) -> Code;
-        hcclCommAbort: fn(*mut c_void) -> Code;
-        hcclGetErrorString: fn(Code) -> *const c_char;
-        hcclCommGetAsyncError: fn(*mut c_void, *mut Code) -> Code;
-        hcclCommCount: fn(*mut c_void, *mut c_int) -> Code;
-        hcclCommUserRank: fn(*mut c_void, *mut c_int) -> Code;
-        hcclAllReduce: fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclReduce: fn(*const c_void, *mut c_void, usize, c_int, c_int, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclBroadcast: fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclReduceScatter: fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclAllGather: fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclAlltoAll: fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclSend: fn(*const c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclRecv: fn(*mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
-        hcclGroupStart: fn() -> Code;
-        hcclGroupEnd: fn() -> Code;
-    }
-    optional {
-        hcclGetVersionString: fn(*mut c_char, c_uint) -> Code;
-        hcclCommFinalize: fn(*mut c_void) -> Code;
-        hcclGetLastErrorMessage: fn() -> *const c_char;
-        hcclCommGetAsyncErrorMessage: fn(*mut c_void) -> *const c_char;
+    #[allow(non_snake_case, reason = "fields are named as the C functions")]
+    struct Table {
+        required {
+            hcclGetVersion = "hcclGetVersion": fn(*mut c_int) -> Code;
+            hcclGetUniqueId = "hcclGetUniqueId": fn(*mut UniqueId) -> Code;
+            hcclCommInitRank = "hcclCommInitRank": fn(*mut *mut c_void, c_int, UniqueId, c_int) -> Code;
+            hcclCommDestroy = "hcclCommDestroy": fn(*mut c_void) -> Code;
+            hcclCommAbort = "hcclCommAbort": fn(*mut c_void) -> Code;
+            hcclGetErrorString = "hcclGetErrorString": fn(Code) -> *const c_char;
+            hcclCommGetAsyncError = "hcclCommGetAsyncError": fn(*mut c_void, *mut Code) -> Code;
+            hcclCommCount = "hcclCommCount": fn(*mut c_void, *mut c_int) -> Code;
+            hcclCommUserRank = "hcclCommUserRank": fn(*mut c_void, *mut c_int) -> Code;
+            hcclAllReduce = "hcclAllReduce": fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclReduce = "hcclReduce": fn(*const c_void, *mut c_void, usize, c_int, c_int, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclBroadcast = "hcclBroadcast": fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclReduceScatter = "hcclReduceScatter": fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclAllGather = "hcclAllGather": fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclAlltoAll = "hcclAlltoAll": fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclSend = "hcclSend": fn(*const c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclRecv = "hcclRecv": fn(*mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> Code;
+            hcclGroupStart = "hcclGroupStart": fn() -> Code;
+            hcclGroupEnd = "hcclGroupEnd": fn() -> Code;
+        }
+        optional {
+            hcclGetVersionString = "hcclGetVersionString": fn(*mut c_char, c_uint) -> Code;
+            hcclCommFinalize = "hcclCommFinalize": fn(*mut c_void) -> Code;
+            hcclGetLastErrorMessage = "hcclGetLastErrorMessage": fn() -> *const c_char;
+            hcclCommGetAsyncErrorMessage = "hcclCommGetAsyncErrorMessage": fn(*mut c_void) -> *const c_char;
+        }
     }
 }
 
@@ -163,9 +165,11 @@ pub(crate) struct Target {
 impl Hccl {
     /// Looks the functions up and reads the version.
     pub(crate) fn new(library: &Opened) -> Result<Self> {
+        // SAFETY: the symbols have the C signatures written here, as the published headers say.
+        let table = unsafe { Table::look_up(library)? };
         let mut hccl = Self {
-            table: Table::load(library)?,
-            path: library.path.display().to_string(),
+            table,
+            path: library.path().display().to_string(),
             version: 0,
             version_text: None,
         };

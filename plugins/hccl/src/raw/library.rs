@@ -4,66 +4,17 @@
 //! The HCCL functions are looked for in `libhccl.so`; Intel's own programs link them from `libSynapse.so` (hccl_demo's
 //! Makefile), which is therefore tried next. Libraries are never unloaded.
 
-use std::error::Error as _;
-use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
+
+use vendor::{Opened, Symbols};
 
 use crate::ftcore::Result;
 use crate::ftcore::registry::Unavailable;
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 /// The file or folder with the vendor libraries.
 pub(crate) const ENV_PATH: &str = "OXCCL_HCCL_PATH";
 /// Where Intel's packages install (hccl_demo's Makefile).
 const VENDOR_FOLDER: &str = "/usr/lib/habanalabs";
-
-/// An opened library. Never closed: its functions stay in use, and so may its threads.
-pub(crate) struct Opened {
-    library: ManuallyDrop<Library>,
-    /// As it was opened: a path, or a bare name that the loader resolved.
-    pub(crate) path: PathBuf,
-}
-
-impl Opened {
-    /// The function `name`, or an error that names it.
-    ///
-    /// # Safety
-    /// `F` is the type of the C function of that name.
-    pub(crate) unsafe fn required<F: Copy>(&self, name: &str) -> Result<F> {
-        // SAFETY: forwarded to the caller.
-        unsafe { self.optional(name) }.ok_or_else(|| {
-            Unavailable::SymbolMissing {
-                library: self.path.display().to_string(),
-                symbol: name.to_string(),
-            }
-            .into()
-        })
-    }
-
-    /// The function `name` if the library has it.
-    ///
-    /// # Safety
-    /// As for [`required`](Self::required).
-    pub(crate) unsafe fn optional<F: Copy>(&self, name: &str) -> Option<F> {
-        let symbol = std::ffi::CString::new(name).ok()?;
-        // SAFETY: the caller says that F is its type.
-        unsafe { self.library.get::<F>(symbol.as_bytes_with_nul()) }
-            .ok()
-            .map(|f| *f)
-    }
-}
-
-fn open_file(path: &Path) -> std::result::Result<Opened, String> {
-    // SAFETY: loading runs the library's initialisers; the user named it or installed it as the vendor's.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-    library
-        .map(|library| Opened {
-            library: ManuallyDrop::new(library),
-            path: path.to_path_buf(),
-        })
-        // The loader's own words are in the source.
-        .map_err(|e| e.source().map_or_else(|| e.to_string(), ToString::to_string))
-}
 
 /// The places where `name` may be, in the order in which they are tried.
 fn places(name: &str, named: Option<&Path>) -> Vec<PathBuf> {
@@ -83,12 +34,12 @@ pub(crate) fn open(names: &[&str]) -> Result<Opened> {
     let mut searched = Vec::new();
     for name in names {
         for path in places(name, named.as_deref()) {
-            match open_file(&path) {
+            // SAFETY: the initialisers of Intel's libraries ask nothing of the caller.
+            match unsafe { Opened::new(&path, Symbols::Own) } {
                 Ok(opened) => return Ok(opened),
                 // A bare name is the loader's to find; only its own words tell absent from unusable.
-                Err(text) if path.exists() || !text.contains("No such file") => {
-                    let library = path.display().to_string();
-                    return Err(Unavailable::LibraryNotLoadable { library, text }.into());
+                Err(why) if path.exists() || !why.to_string().contains("No such file") => {
+                    return Err(why.into());
                 }
                 Err(_) if path.parent().is_some_and(|p| p.as_os_str().is_empty()) => {
                     searched.push(format!("{} (loader path)", path.display()));

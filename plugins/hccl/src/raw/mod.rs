@@ -13,33 +13,3 @@ pub(crate) mod hccl;
 pub(crate) mod library;
 pub(crate) mod memory;
 pub(crate) mod synapse;
-
-/// Declares a table of C functions: required ones are plain, optional ones are `Option`.
-macro_rules! functions {
-    (
-        $(#[$m:meta])* $table:ident;
-        required { $($name:ident: fn($($arg:ty),*) -> $ret:ty;)* }
-        optional { $($oname:ident: fn($($oarg:ty),*) -> $oret:ty;)* }
-    ) => {
-        $(#[$m])*
-        #[allow(non_snake_case, reason = "fields are named as the C functions")]
-        struct $table {
-            $($name: unsafe extern "C" fn($($arg),*) -> $ret,)*
-            $($oname: Option<unsafe extern "C" fn($($oarg),*) -> $oret>,)*
-        }
-
-        impl $table {
-            /// Looks all functions up in `library`; a required one that is missing is named.
-            fn load(library: &$crate::raw::library::Opened) -> $crate::ftcore::Result<Self> {
-                Ok(Self {
-                    // SAFETY: the symbols have the C signatures written here, as the published headers say, and
-                    // the library is never unloaded.
-                    $($name: unsafe { library.required(stringify!($name)) }?,)*
-                    // SAFETY: as above.
-                    $($oname: unsafe { library.optional(stringify!($oname)) },)*
-                })
-            }
-        }
-    };
-}
-pub(crate) use functions;

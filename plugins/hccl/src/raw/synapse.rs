@@ -5,10 +5,9 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use crate::ftcore::{Error, ErrorKind, Result};
+use vendor::{Opened, functions};
 
-use super::functions;
-use super::library::Opened;
+use crate::ftcore::{Error, ErrorKind, Result};
 
 type Status = c_int;
 
@@ -26,29 +25,31 @@ pub(crate) enum Direction {
 }
 
 functions! {
-    Table;
-    required {
-        synInitialize: fn() -> Status;
-        synDeviceGetCount: fn(*mut u32) -> Status;
-        synDeviceAcquire: fn(*mut u32, *const c_char) -> Status;
-        synDeviceAcquireByModuleId: fn(*mut u32, u32) -> Status;
-        synDeviceGetName: fn(*mut c_char, c_int, u32) -> Status;
-        synDeviceMalloc: fn(u32, u64, u64, u32, *mut u64) -> Status;
-        synDeviceFree: fn(u32, u64, u32) -> Status;
-        synHostMalloc: fn(u32, u64, u32, *mut *mut c_void) -> Status;
-        synMemCopyAsync: fn(*mut c_void, u64, u64, u64, c_int) -> Status;
-        synStreamCreateGeneric: fn(*mut *mut c_void, u32, u32) -> Status;
-        synStreamDestroy: fn(*mut c_void) -> Status;
-        synStreamWaitEvent: fn(*mut c_void, *mut c_void, u32) -> Status;
-        synStreamQuery: fn(*mut c_void) -> Status;
-        synEventCreate: fn(*mut *mut c_void, u32, u32) -> Status;
-        synEventDestroy: fn(*mut c_void) -> Status;
-        synEventRecord: fn(*mut c_void, *mut c_void) -> Status;
-        synEventQuery: fn(*mut c_void) -> Status;
-    }
-    optional {
-        synDriverGetVersion: fn(*mut c_char, c_int) -> Status;
-        synStatusGetBriefDescription: fn(Status, *mut c_char, usize) -> Status;
+    #[allow(non_snake_case, reason = "fields are named as the C functions")]
+    struct Table {
+        required {
+            synInitialize = "synInitialize": fn() -> Status;
+            synDeviceGetCount = "synDeviceGetCount": fn(*mut u32) -> Status;
+            synDeviceAcquire = "synDeviceAcquire": fn(*mut u32, *const c_char) -> Status;
+            synDeviceAcquireByModuleId = "synDeviceAcquireByModuleId": fn(*mut u32, u32) -> Status;
+            synDeviceGetName = "synDeviceGetName": fn(*mut c_char, c_int, u32) -> Status;
+            synDeviceMalloc = "synDeviceMalloc": fn(u32, u64, u64, u32, *mut u64) -> Status;
+            synDeviceFree = "synDeviceFree": fn(u32, u64, u32) -> Status;
+            synHostMalloc = "synHostMalloc": fn(u32, u64, u32, *mut *mut c_void) -> Status;
+            synMemCopyAsync = "synMemCopyAsync": fn(*mut c_void, u64, u64, u64, c_int) -> Status;
+            synStreamCreateGeneric = "synStreamCreateGeneric": fn(*mut *mut c_void, u32, u32) -> Status;
+            synStreamDestroy = "synStreamDestroy": fn(*mut c_void) -> Status;
+            synStreamWaitEvent = "synStreamWaitEvent": fn(*mut c_void, *mut c_void, u32) -> Status;
+            synStreamQuery = "synStreamQuery": fn(*mut c_void) -> Status;
+            synEventCreate = "synEventCreate": fn(*mut *mut c_void, u32, u32) -> Status;
+            synEventDestroy = "synEventDestroy": fn(*mut c_void) -> Status;
+            synEventRecord = "synEventRecord": fn(*mut c_void, *mut c_void) -> Status;
+            synEventQuery = "synEventQuery": fn(*mut c_void) -> Status;
+        }
+        optional {
+            synDriverGetVersion = "synDriverGetVersion": fn(*mut c_char, c_int) -> Status;
+            synStatusGetBriefDescription = "synStatusGetBriefDescription": fn(Status, *mut c_char, usize) -> Status;
+        }
     }
 }
 
@@ -102,9 +103,11 @@ fn text_of(buffer: &[u8]) -> String {
 impl Synapse {
     /// Looks the functions up and initialises the runtime (a second time is harmless, the header says).
     pub(crate) fn new(library: &Opened) -> Result<Self> {
+        // SAFETY: the symbols have the C signatures written here, as the published headers say.
+        let table = unsafe { Table::look_up(library)? };
         let synapse = Self {
-            table: Table::load(library)?,
-            path: library.path.display().to_string(),
+            table,
+            path: library.path().display().to_string(),
         };
         // SAFETY: no arguments.
         synapse.check("synInitialize", unsafe { (synapse.table.synInitialize)() })?;
