@@ -1,7 +1,7 @@
 //! Vendors' libraries (NCCL, CUDA, oneCCL, SYCL, Gaudi) as tables of functions that are opened at run time: no headers, no link step.
 //!
 //! [`search`] says where the packages of a machine put them, [`Opened`] is one that is open, for good, and [`functions!`] makes a table of its
-//! functions. Why there is none is an [`Unavailable`](ftcore::registry::Unavailable) everywhere.
+//! functions. Why there is none is an [`Unavailable`] everywhere.
 //!
 //! ```
 //! use std::ffi::c_double;
