@@ -29,12 +29,13 @@ fn all_reduce(n: usize) -> Collective {
     }
 }
 
-/// Two ranks over `transport`; what they do.
-fn both(name: &str, transport: &str, body: impl Fn(u32, &dyn ProcessGroup) + Sync) {
+/// Two ranks over `transport`, and what they do: the record of it, taken before their groups go. Of groups that have gone it keeps only some, and
+/// other tests make many.
+fn both(name: &str, transport: &str, body: impl Fn(u32, &dyn ProcessGroup) + Sync) -> Vec<String> {
     let store = store();
     std::thread::scope(|scope| {
-        for rank in 0..2 {
-            let (store, body) = (&store, &body);
+        let (store, body) = (&store, &body);
+        let ranks = [0, 1].map(|rank| {
             scope.spawn(move || {
                 let group = group_over(transport);
                 let given = configuration(store, 1, rank, 2);
@@ -45,16 +46,19 @@ fn both(name: &str, transport: &str, body: impl Fn(u32, &dyn ProcessGroup) + Syn
                     })
                     .unwrap();
                 body(rank, &group);
-            });
-        }
-    });
+                group
+            })
+        });
+        let _groups = ranks.map(|rank| rank.join().unwrap());
+        operations(name)
+    })
 }
 
 #[test]
 fn blocking_submitted_and_alone_each_operation_is_recorded_once() {
     for transport in ["shm", "tcp"] {
         let name = format!("recorded over {transport}");
-        both(&name, transport, |rank, group| {
+        let recorded = both(&name, transport, |rank, group| {
             let options = || SubmitOptions::by(soon());
             // The short way, the long one, through the queue.
             group.run_blocking(all_reduce(1), options()).unwrap();
@@ -82,7 +86,6 @@ fn blocking_submitted_and_alone_each_operation_is_recorded_once() {
             message(true);
             message(false);
         });
-        let recorded = operations(&name);
         assert_eq!(recorded.len(), 10, "{recorded:#?}");
         for line in &recorded {
             assert!(
@@ -107,14 +110,13 @@ fn blocking_submitted_and_alone_each_operation_is_recorded_once() {
 #[test]
 fn a_failure_is_recorded_with_its_reason_on_every_rank_and_a_later_call_as_refused() {
     let name = "recorded failures";
-    both(name, "auto", |rank, group| {
+    let recorded = both(name, "auto", |rank, group| {
         let op = all_reduce(if rank == 0 { 4 } else { 5 });
         group.run_blocking(op, SubmitOptions::by(soon())).unwrap_err();
         group
             .run_blocking(Collective::Barrier, SubmitOptions::by(soon()))
             .unwrap_err();
     });
-    let recorded = operations(name);
     let of = |state: &str| {
         let those = recorded
             .iter()
