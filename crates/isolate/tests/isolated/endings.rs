@@ -244,14 +244,14 @@ fn heard_over(scene: &str, is_far: bool) -> Error {
     let splits = scene.contains("part") || scene.contains("whole");
     let part = splits.then(|| group.split(Some(0), 1, soon()).unwrap().unwrap());
     let byte = Tensor::zeros(DType::U8, 1);
-    let work = match part.as_ref().filter(|_| scene.contains("part")) {
-        Some(part) => part.recv(byte, 0, 0),
-        None => group.recv(byte, 0, 0),
+    let joined: &dyn ProcessGroup = match &part {
+        Some(part) if scene.contains("part") => part.as_ref(),
+        _ => &group,
     };
-    let error = match work {
+    let error = match joined.recv(byte, 0, 0) {
         Ok(work) => work.wait(soon()).unwrap_err(),
-        // It has heard already.
-        Err(rejected) => rejected.error,
+        // It may have heard already, and refuses all since.
+        Err(rejected) => joined.error().unwrap_or(rejected.error),
     };
     let status = quitter.wait().unwrap();
     assert_eq!(status.success(), scene != "killed", "{scene}: {status}");
