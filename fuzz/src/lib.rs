@@ -6,6 +6,8 @@
 
 // The included sources name these from the crate's root.
 use ftcore::{Error, ErrorKind, Result, identity, printable};
+#[path = "../../crates/ftcore/src/coded.rs"]
+mod coded;
 
 pub mod gloo;
 pub mod isolate;

@@ -4,6 +4,7 @@
 
 use std::borrow::Cow;
 
+use crate::coded::coded;
 use crate::{DType, OpKind, ReduceOp};
 
 macro_rules! bit_set {
@@ -55,52 +56,37 @@ bit_set!(
 );
 bit_set!(
     /// A set of features.
-    FeatureSet(u32) of Feature, |f: Feature| f as u8, Feature::ALL
+    FeatureSet(u32) of Feature, |f: Feature| f.code(), Feature::ALL
 );
 
-/// Properties beyond single operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum Feature {
-    /// `abort` from any thread ends all pending work within 100 ms (INV-2).
-    Abort = 0,
-    /// `configure` works again after a failure, in the same process (INV-2).
-    Reconfigure = 1,
-    /// Ranks that call different collectives get a typed error naming both sides (L15).
-    MismatchDetection = 2,
-    /// All ranks of a finished all-reduce hold bitwise equal results (INV-3).
-    BitwiseEqual = 3,
-    /// `SubmitOptions::contribute` is honoured, and averages divide by the contributors (INV-4).
-    Contributors = 4,
-    /// Point-to-point messages are matched by tag. Without it they match in the order in which they are sent, and any tag but 0 is
-    /// `Unsupported`; another group can match them (`messages:gloo` in a backend specification).
-    Tags = 5,
-    /// A receive may name no sender.
-    RecvAny = 6,
-    /// Ranks may be threads of one process.
-    ThreadRanks = 7,
-    /// `split` works.
-    Split = 8,
-    /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nothing touches the
-    /// tensors' memory any more and all of them are given back, so that borrowed memory may be passed.
-    Borrow = 9,
-}
-
-impl Feature {
-    /// All features, in the order of their codes.
-    pub const ALL: [Self; 10] = [
-        Self::Abort,
-        Self::Reconfigure,
-        Self::MismatchDetection,
-        Self::BitwiseEqual,
-        Self::Contributors,
-        Self::Tags,
-        Self::RecvAny,
-        Self::ThreadRanks,
-        Self::Split,
-        Self::Borrow,
-    ];
+coded! {
+    /// Properties beyond single operations.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum Feature {
+        /// `abort` from any thread ends all pending work within 100 ms (INV-2).
+        Abort = 0,
+        /// `configure` works again after a failure, in the same process (INV-2).
+        Reconfigure = 1,
+        /// Ranks that call different collectives get a typed error naming both sides (L15).
+        MismatchDetection = 2,
+        /// All ranks of a finished all-reduce hold bitwise equal results (INV-3).
+        BitwiseEqual = 3,
+        /// `SubmitOptions::contribute` is honoured, and averages divide by the contributors (INV-4).
+        Contributors = 4,
+        /// Point-to-point messages are matched by tag. Without it they match in the order in which they are sent, and any tag but 0 is
+        /// `Unsupported`; another group can match them (`messages:gloo` in a backend specification).
+        Tags = 5,
+        /// A receive may name no sender.
+        RecvAny = 6,
+        /// Ranks may be threads of one process.
+        ThreadRanks = 7,
+        /// `split` works.
+        Split = 8,
+        /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nothing touches the
+        /// tensors' memory any more and all of them are given back, so that borrowed memory may be passed.
+        Borrow = 9,
+    }
 }
 
 /// The capability table of a group.

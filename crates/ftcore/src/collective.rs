@@ -5,103 +5,54 @@
 
 use std::fmt;
 
+use crate::coded::coded;
 use crate::{DType, ReduceOp, Tensor};
 
-/// The kind of an operation. The codes are stable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum OpKind {
-    /// See [`Collective::AllReduce`].
-    AllReduce = 0,
-    /// See [`Collective::Broadcast`].
-    Broadcast = 1,
-    /// See [`Collective::Reduce`].
-    Reduce = 2,
-    /// See [`Collective::AllGather`].
-    AllGather = 3,
-    /// See [`Collective::AllGatherInto`].
-    AllGatherInto = 4,
-    /// See [`Collective::Gather`].
-    Gather = 5,
-    /// See [`Collective::Scatter`].
-    Scatter = 6,
-    /// See [`Collective::ReduceScatter`].
-    ReduceScatter = 7,
-    /// See [`Collective::ReduceScatterInto`].
-    ReduceScatterInto = 8,
-    /// See [`Collective::AllToAll`].
-    AllToAll = 9,
-    /// See [`Collective::AllToAllInto`].
-    AllToAllInto = 10,
-    /// See [`Collective::Send`].
-    Send = 11,
-    /// See [`Collective::Recv`].
-    Recv = 12,
-    /// See [`Collective::Barrier`].
-    Barrier = 13,
-    /// See [`Collective::MonitoredBarrier`].
-    MonitoredBarrier = 14,
-    /// See [`Collective::Batch`].
-    Batch = 15,
-    /// See [`Collective::AllGatherInPlace`].
-    AllGatherInPlace = 16,
-    /// See [`Collective::ReduceScatterInPlace`].
-    ReduceScatterInPlace = 17,
+coded! {
+    /// The kind of an operation. The codes are stable.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    #[non_exhaustive]
+    pub enum OpKind {
+        /// See [`Collective::AllReduce`].
+        AllReduce = 0 => "all_reduce",
+        /// See [`Collective::Broadcast`].
+        Broadcast = 1 => "broadcast",
+        /// See [`Collective::Reduce`].
+        Reduce = 2 => "reduce",
+        /// See [`Collective::AllGather`].
+        AllGather = 3 => "all_gather",
+        /// See [`Collective::AllGatherInto`].
+        AllGatherInto = 4 => "all_gather_into",
+        /// See [`Collective::Gather`].
+        Gather = 5 => "gather",
+        /// See [`Collective::Scatter`].
+        Scatter = 6 => "scatter",
+        /// See [`Collective::ReduceScatter`].
+        ReduceScatter = 7 => "reduce_scatter",
+        /// See [`Collective::ReduceScatterInto`].
+        ReduceScatterInto = 8 => "reduce_scatter_into",
+        /// See [`Collective::AllToAll`].
+        AllToAll = 9 => "all_to_all",
+        /// See [`Collective::AllToAllInto`].
+        AllToAllInto = 10 => "all_to_all_into",
+        /// See [`Collective::Send`].
+        Send = 11 => "send",
+        /// See [`Collective::Recv`].
+        Recv = 12 => "recv",
+        /// See [`Collective::Barrier`].
+        Barrier = 13 => "barrier",
+        /// See [`Collective::MonitoredBarrier`].
+        MonitoredBarrier = 14 => "monitored_barrier",
+        /// See [`Collective::Batch`].
+        Batch = 15 => "batch",
+        /// See [`Collective::AllGatherInPlace`].
+        AllGatherInPlace = 16 => "all_gather_in_place",
+        /// See [`Collective::ReduceScatterInPlace`].
+        ReduceScatterInPlace = 17 => "reduce_scatter_in_place",
+    }
 }
 
 impl OpKind {
-    /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 18] = [
-        Self::AllReduce,
-        Self::Broadcast,
-        Self::Reduce,
-        Self::AllGather,
-        Self::AllGatherInto,
-        Self::Gather,
-        Self::Scatter,
-        Self::ReduceScatter,
-        Self::ReduceScatterInto,
-        Self::AllToAll,
-        Self::AllToAllInto,
-        Self::Send,
-        Self::Recv,
-        Self::Barrier,
-        Self::MonitoredBarrier,
-        Self::Batch,
-        Self::AllGatherInPlace,
-        Self::ReduceScatterInPlace,
-    ];
-
-    /// The stable code.
-    pub const fn code(self) -> u8 {
-        self as u8
-    }
-
-    /// The name in messages, in the field's usual spelling.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce => "all_reduce",
-            Self::Broadcast => "broadcast",
-            Self::Reduce => "reduce",
-            Self::AllGather => "all_gather",
-            Self::AllGatherInto => "all_gather_into",
-            Self::Gather => "gather",
-            Self::Scatter => "scatter",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::ReduceScatterInto => "reduce_scatter_into",
-            Self::AllToAll => "all_to_all",
-            Self::AllToAllInto => "all_to_all_into",
-            Self::Send => "send",
-            Self::Recv => "recv",
-            Self::Barrier => "barrier",
-            Self::MonitoredBarrier => "monitored_barrier",
-            Self::Batch => "batch",
-            Self::AllGatherInPlace => "all_gather_in_place",
-            Self::ReduceScatterInPlace => "reduce_scatter_in_place",
-        }
-    }
-
     /// The kind by which ranks recognise the operation: whether a rank's input is a part of its output is its own affair, so a
     /// rank that calls one in place and one that does not make the same collective.
     pub const fn agreed(self) -> Self {
@@ -135,12 +86,6 @@ impl OpKind {
     /// True for send, recv and batches of them, which are ordered by (peer, direction, tag) only.
     pub const fn is_p2p(self) -> bool {
         matches!(self, Self::Send | Self::Recv | Self::Batch)
-    }
-}
-
-impl fmt::Display for OpKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -556,7 +501,7 @@ impl Fingerprint {
 
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match OpKind::ALL.get(usize::from(self.kind)) {
+        match OpKind::from_code(self.kind) {
             Some(k) => write!(f, "{k}(")?,
             None => write!(f, "operation {}(", self.kind)?,
         }

@@ -1,64 +1,46 @@
 //! Element types with stable codes, and the Rust types that carry them.
 
-use std::fmt;
+use crate::coded::coded;
 
-/// The element type of a tensor. The numeric codes are part of the wire and plugin formats and never change.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum DType {
-    /// IEEE 754 binary64.
-    F64 = 0,
-    /// IEEE 754 binary32.
-    F32 = 1,
-    /// IEEE 754 binary16.
-    F16 = 2,
-    /// bfloat16: the upper half of a binary32.
-    BF16 = 3,
-    /// 8-bit float, 4 exponent and 3 mantissa bits, finite variant (OCP OFP8 E4M3).
-    F8E4M3 = 4,
-    /// 8-bit float, 5 exponent and 2 mantissa bits (OCP OFP8 E5M2).
-    F8E5M2 = 5,
-    /// Signed 64-bit integer.
-    I64 = 6,
-    /// Signed 32-bit integer.
-    I32 = 7,
-    /// Signed 16-bit integer.
-    I16 = 8,
-    /// Signed 8-bit integer.
-    I8 = 9,
-    /// Unsigned 64-bit integer.
-    U64 = 10,
-    /// Unsigned 32-bit integer.
-    U32 = 11,
-    /// Unsigned 16-bit integer.
-    U16 = 12,
-    /// Unsigned 8-bit integer.
-    U8 = 13,
-    /// Boolean in one byte; results are always 0 or 1.
-    Bool = 14,
+coded! {
+    /// The element type of a tensor. The numeric codes are part of the wire and plugin formats and never change.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    #[non_exhaustive]
+    pub enum DType {
+        /// IEEE 754 binary64.
+        F64 = 0 => "f64",
+        /// IEEE 754 binary32.
+        F32 = 1 => "f32",
+        /// IEEE 754 binary16.
+        F16 = 2 => "f16",
+        /// bfloat16: the upper half of a binary32.
+        BF16 = 3 => "bf16",
+        /// 8-bit float, 4 exponent and 3 mantissa bits, finite variant (OCP OFP8 E4M3).
+        F8E4M3 = 4 => "f8e4m3",
+        /// 8-bit float, 5 exponent and 2 mantissa bits (OCP OFP8 E5M2).
+        F8E5M2 = 5 => "f8e5m2",
+        /// Signed 64-bit integer.
+        I64 = 6 => "i64",
+        /// Signed 32-bit integer.
+        I32 = 7 => "i32",
+        /// Signed 16-bit integer.
+        I16 = 8 => "i16",
+        /// Signed 8-bit integer.
+        I8 = 9 => "i8",
+        /// Unsigned 64-bit integer.
+        U64 = 10 => "u64",
+        /// Unsigned 32-bit integer.
+        U32 = 11 => "u32",
+        /// Unsigned 16-bit integer.
+        U16 = 12 => "u16",
+        /// Unsigned 8-bit integer.
+        U8 = 13 => "u8",
+        /// Boolean in one byte; results are always 0 or 1.
+        Bool = 14 => "bool",
+    }
 }
 
 impl DType {
-    /// All types, in the order of their codes.
-    pub const ALL: [Self; 15] = [
-        Self::F64,
-        Self::F32,
-        Self::F16,
-        Self::BF16,
-        Self::F8E4M3,
-        Self::F8E5M2,
-        Self::I64,
-        Self::I32,
-        Self::I16,
-        Self::I8,
-        Self::U64,
-        Self::U32,
-        Self::U16,
-        Self::U8,
-        Self::Bool,
-    ];
-
     /// Bytes per element.
     pub const fn size(self) -> usize {
         match self {
@@ -69,49 +51,12 @@ impl DType {
         }
     }
 
-    /// The stable code.
-    pub const fn code(self) -> u8 {
-        self as u8
-    }
-
-    /// The type with that code; `None` if the code is not known to this version.
-    pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(code)).copied()
-    }
-
     /// True for every floating-point type.
     pub const fn is_float(self) -> bool {
         matches!(
             self,
             Self::F64 | Self::F32 | Self::F16 | Self::BF16 | Self::F8E4M3 | Self::F8E5M2
         )
-    }
-
-    /// The lower-case name: `f32`, `bf16`, `f8e4m3`, `bool`, …
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F64 => "f64",
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
-            Self::F8E4M3 => "f8e4m3",
-            Self::F8E5M2 => "f8e5m2",
-            Self::I64 => "i64",
-            Self::I32 => "i32",
-            Self::I16 => "i16",
-            Self::I8 => "i8",
-            Self::U64 => "u64",
-            Self::U32 => "u32",
-            Self::U16 => "u16",
-            Self::U8 => "u8",
-            Self::Bool => "bool",
-        }
-    }
-}
-
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

@@ -10,6 +10,7 @@ pub mod agreement;
 mod bounded;
 mod cancel;
 mod capability;
+mod coded;
 mod collective;
 mod crossing;
 mod deadline;

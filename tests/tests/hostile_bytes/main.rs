@@ -17,6 +17,8 @@
 
 // The included sources name these from the crate's root.
 use ftcore::{Error, ErrorKind, Result, identity, printable};
+#[path = "../../../crates/ftcore/src/coded.rs"]
+mod coded;
 
 #[path = "../../../fuzz/src/gloo.rs"]
 mod gloo;

@@ -110,7 +110,7 @@ impl Summary {
         let byte = |shift: u32| (codes >> shift) as u8;
         let kind = byte(0);
         Some(Self {
-            kind: OpKind::ALL.get(usize::from(kind)).copied()?,
+            kind: OpKind::from_code(kind)?,
             fingerprint: Fingerprint {
                 kind,
                 dtype: byte(8),

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use super::Credentials;
 use super::records::{self, NotAuthentic, Opener, Sealer};
+use crate::coded::coded;
 use crate::{Epoch, Error, Result};
 
 /// In the place of a rank that has no number, as the clients of a store.
@@ -125,39 +126,22 @@ impl fmt::Debug for Topic {
     }
 }
 
-/// Why one end refuses the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// What came is not a hello: who sent it has no credentials, or is of another service.
-    NoHello,
-    /// A hello came, and the end that got it has no credentials.
-    NoCredentials,
-    /// The proof is wrong: the two ends hold different secrets, or job ids.
-    WrongProof,
-    /// The hello is for another service, epoch or rank.
-    OtherTopic,
-    /// The hello is of another version.
-    OtherVersion,
-    /// One end encrypts the connection and the other does not.
-    Encryption,
-}
-
-impl Reason {
-    const ALL: [(Self, u8); 6] = [
-        (Self::NoHello, 1),
-        (Self::NoCredentials, 2),
-        (Self::WrongProof, 3),
-        (Self::OtherTopic, 4),
-        (Self::OtherVersion, 5),
-        (Self::Encryption, 6),
-    ];
-
-    fn code(self) -> u8 {
-        Self::ALL.iter().find(|(r, _)| *r == self).map_or(0, |(_, c)| *c)
-    }
-
-    fn of_code(code: u8) -> Option<Self> {
-        Self::ALL.iter().find(|(_, c)| *c == code).map(|(r, _)| *r)
+coded! {
+    /// Why one end refuses the other.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Reason {
+        /// What came is not a hello: who sent it has no credentials, or is of another service.
+        NoHello = 1,
+        /// A hello came, and the end that got it has no credentials.
+        NoCredentials = 2,
+        /// The proof is wrong: the two ends hold different secrets, or job ids.
+        WrongProof = 3,
+        /// The hello is for another service, epoch or rank.
+        OtherTopic = 4,
+        /// The hello is of another version.
+        OtherVersion = 5,
+        /// One end encrypts the connection and the other does not.
+        Encryption = 6,
     }
 }
 
@@ -200,7 +184,7 @@ impl Refused {
             return Some(Self::no_credentials());
         }
         Some(Self {
-            reason: Reason::of_code(header.reason)?,
+            reason: Reason::from_code(header.reason)?,
             told: true,
             ..Self::no_credentials()
         })
@@ -479,7 +463,7 @@ impl Handshake {
             return self.refuse(Reason::OtherVersion);
         }
         if header.kind == KIND_REFUSAL {
-            let reason = Reason::of_code(header.reason).unwrap_or(Reason::WrongProof);
+            let reason = Reason::from_code(header.reason).unwrap_or(Reason::WrongProof);
             self.stage = Stage::Refused;
             return Err(self.refused(reason, true));
         }

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::io::{Read, Write};
 
+use crate::coded::coded;
 use crate::identity::records::NotAuthentic;
 use crate::printable::one_line;
 use crate::{Error, ErrorKind, Result};
@@ -108,33 +109,23 @@ impl Reader<'_> {
     }
 }
 
-/// What a frame means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Kind {
-    /// Every rank is there: go on; number: one more than the rank before in the order of processes.
-    Ready = 1,
-    /// The configuration failed; number: the kind of error.
-    Refused = 2,
-    /// Something failed; number: kind of error and the rank that is to blame.
-    Failed = 3,
-    /// The origin leaves in good order.
-    Bye = 4,
-    /// The origin entered barrier `number`.
-    Enter = 5,
-    /// Barrier `number` opens.
-    Release = 6,
-}
-
-impl Kind {
-    const ALL: [Self; 6] = [
-        Self::Ready,
-        Self::Refused,
-        Self::Failed,
-        Self::Bye,
-        Self::Enter,
-        Self::Release,
-    ];
+coded! {
+    /// What a frame means.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(crate) enum Kind {
+        /// Every rank is there: go on; number: one more than the rank before in the order of processes.
+        Ready = 1,
+        /// The configuration failed; number: the kind of error.
+        Refused = 2,
+        /// Something failed; number: kind of error and the rank that is to blame.
+        Failed = 3,
+        /// The origin leaves in good order.
+        Bye = 4,
+        /// The origin entered barrier `number`.
+        Enter = 5,
+        /// Barrier `number` opens.
+        Release = 6,
+    }
 }
 
 /// One frame.
@@ -186,7 +177,7 @@ impl Frame {
             end -= 1;
         }
         let text = self.text.as_bytes().get(..end).unwrap_or(&[]);
-        let mut bytes = vec![self.kind as u8];
+        let mut bytes = vec![self.kind.code()];
         bytes.extend(self.origin.to_le_bytes());
         bytes.extend(self.number.to_le_bytes());
         bytes.extend((text.len() as u32).to_le_bytes());
@@ -224,8 +215,7 @@ impl Frame {
         let origin = u32::from_le_bytes(at.take());
         let number = u64::from_le_bytes(at.take());
         let length = u32::from_le_bytes(at.take()) as usize;
-        let kind = Kind::ALL.into_iter().find(|k| *k as u8 == code);
-        let kind = kind.filter(|_| length <= MAX_TEXT).ok_or_else(|| {
+        let kind = Kind::from_code(code).filter(|_| length <= MAX_TEXT).ok_or_else(|| {
             Error::new(
                 ErrorKind::Protocol,
                 format!("a control frame of kind {code} with {length} bytes of text"),

@@ -151,8 +151,8 @@ pub(crate) fn get(r: &mut Reader<'_>, find: Find<'_>) -> Result<Collective> {
 
 fn get_op(r: &mut Reader<'_>, find: Find<'_>, batch: bool) -> Result<Collective> {
     let code = r.u8()?;
-    let kind = OpKind::ALL.get(usize::from(code));
-    let kind = *kind.ok_or_else(|| odd(format_args!("the unknown operation {code}")))?;
+    let kind = OpKind::from_code(code);
+    let kind = kind.ok_or_else(|| odd(format_args!("the unknown operation {code}")))?;
     get_fields(kind, r, find, batch)
 }
 
