@@ -111,22 +111,14 @@ fn one(engine: &Arc<Engine>, op: Collective, terms: Terms) -> Result<Work, Box<R
         task: Task::Run,
     };
     // Alone, no call waits for another rank.
-    let submitted = match engine.place().world {
+    let work = match engine.place().world {
         1 => engine.submit_here(call, label, deadline),
         _ => engine.submit(call, label, deadline),
-    };
-    match submitted {
-        Ok(work) => {
-            if let Some(promise) = promise {
-                work.on_complete(move |status| promise.ended(status));
-            }
-            Ok(work)
-        }
-        Err(refused) => {
-            let (error, call) = *refused;
-            Err(Box::new(Rejected { error, op: call.op }))
-        }
+    }?;
+    if let Some(promise) = promise {
+        work.on_complete(move |status| promise.ended(status));
     }
+    Ok(work)
 }
 
 /// Messages that count as one operation: each goes to its own channel, and all of them have ended before that is told.
@@ -180,7 +172,7 @@ pub(crate) fn split(
     let label = Label::of(&call.op);
     let work = engine
         .submit(call, label, deadline)
-        .map_err(|refused| named(refused.0))?;
+        .map_err(|refused| named(refused.error))?;
     work.wait_done().map_err(named)?;
     // It is there before the work has ended.
     Ok(answer.try_recv().ok().flatten())

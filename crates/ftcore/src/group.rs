@@ -175,13 +175,7 @@ pub fn execute_by_submit<G: ProcessGroup + ?Sized>(
     op: Checked,
     options: SubmitOptions,
 ) -> Result<Completion, Box<Failed>> {
-    let work = group.submit(op, options)?;
-    work.take().map_err(|error| {
-        Box::new(Failed {
-            error,
-            tensors: work.recover(),
-        })
-    })
+    group.submit(op, options)?.finish()
 }
 
 #[cfg(test)]

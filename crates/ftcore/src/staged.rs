@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::engine::{Job as _, Label, Place, Rules, spawn};
+use crate::engine::{Label, Place, Rules, spawn};
 use crate::lifecycle::{Lifecycle, leave_at_exit};
 use crate::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, Device, Error, Failed, Feature,
@@ -121,15 +121,10 @@ impl Staged {
             ready,
             is_mark: false,
         };
-        let submitted = match blocks {
+        match blocks {
             true => engine.submit_here(call, label, deadline),
             false => engine.submit(call, label, deadline),
-        };
-        submitted.map_err(|refused| {
-            let (error, call) = *refused;
-            let op = call.into_op();
-            Box::new(Rejected { error, op })
-        })
+        }
     }
 
     /// The engine that takes `op`, or why there is none.
@@ -178,11 +173,7 @@ impl ProcessGroup for Staged {
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
-        let work = self.begin(op, options, true)?;
-        work.take().map_err(|error| {
-            let tensors = work.recover();
-            Box::new(Failed { error, tensors })
-        })
+        self.begin(op, options, true)?.finish()
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {
@@ -206,7 +197,7 @@ impl ProcessGroup for Staged {
         };
         let label = Label::of(&mark.op);
         let mark = engine.submit(mark, label, deadline);
-        mark.map_err(|refused| refused.0)
+        mark.map_err(Error::from)
             .and_then(|handed_over| handed_over.wait_done())
             .map_err(named)?;
         let Some(child) = self.sides.inner.split(color, key, deadline)? else {

@@ -391,6 +391,14 @@ impl Work {
         }
     }
 
+    /// As [`take`](Self::take); a failure brings the tensors that [`recover`](Self::recover) gives back.
+    pub fn finish(&self) -> Result<Completion, Box<Failed>> {
+        self.take().map_err(|error| {
+            let tensors = self.recover();
+            Box::new(Failed { error, tensors })
+        })
+    }
+
     /// Waits and takes the only (or last) tensor.
     pub fn take_tensor(&self) -> Result<Tensor> {
         self.take()?.into_tensor()

@@ -449,12 +449,7 @@ impl ProcessGroup for IsolatedGroup {
                 return Err(Box::new(Rejected { error, op }));
             }
         };
-        let submitted = (admitted.engine).submit_here(admitted.call, admitted.label, admitted.deadline);
-        submitted.map_err(|refused| {
-            let (error, call) = *refused;
-            let op = ftcore::engine::Job::into_op(call);
-            Box::new(Rejected { error, op })
-        })
+        (admitted.engine).submit_here(admitted.call, admitted.label, admitted.deadline)
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {

@@ -275,15 +275,10 @@ impl QuantizedGroup {
             blocks,
             quantised,
         };
-        let submitted = match here {
+        match here {
             true => engine.submit_here(call, label, deadline),
             false => engine.submit(call, label, deadline),
-        };
-        submitted.map_err(|refused| {
-            let (error, call) = *refused;
-            let op = call.op.into_inner();
-            Box::new(Rejected { error, op })
-        })
+        }
     }
 
     /// Why `op` is not carried out; `None` if it is.
@@ -432,11 +427,7 @@ impl ProcessGroup for QuantizedGroup {
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
-        let work = self.begin(op, options, true)?;
-        work.take().map_err(|error| {
-            let tensors = work.recover();
-            Box::new(Failed { error, tensors })
-        })
+        self.begin(op, options, true)?.finish()
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {

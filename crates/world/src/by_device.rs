@@ -253,10 +253,7 @@ impl ByDevice {
         let timeout = self.matching.unwrap_or_default();
         let deadline = options.deadline.unwrap_or_else(|| deadline_in(timeout));
         let call = Call { op, member, stream };
-        messages.submit_here(call, label, deadline).map_err(|refused| {
-            let (error, call) = *refused;
-            Box::new(Rejected { error, op: call.op })
-        })
+        messages.submit_here(call, label, deadline)
     }
 
     /// The members at a configuration that they have.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Driver, Engine, Job, Label};
+use super::{Driver, Engine, Label};
 use crate::lifecycle::Lifecycle;
 use crate::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, Device, Error, Failed, GroupInfo,
@@ -114,16 +114,11 @@ impl<B: Backend> Group<B> {
         let label = Label::of(&op);
         let job = self.backend.job(op, options).map_err(named)?;
         let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
-        let submitted = match B::ON_CALLERS {
+        match B::ON_CALLERS {
             OnCallers::Any => engine.submit_here(job, label, deadline),
             OnCallers::Blocking if blocks => engine.submit_here(job, label, deadline),
             OnCallers::Blocking | OnCallers::Never => engine.submit(job, label, deadline),
-        };
-        submitted.map_err(|refused| {
-            let (error, job) = *refused;
-            let op = job.into_op();
-            Box::new(Rejected { error, op })
-        })
+        }
     }
 }
 
@@ -147,11 +142,7 @@ impl<B: Backend> ProcessGroup for Group<B> {
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
-        let work = self.begin(op, &options, true)?;
-        work.take().map_err(|error| {
-            let tensors = work.recover();
-            Box::new(Failed { error, tensors })
-        })
+        self.begin(op, &options, true)?.finish()
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<Tensor> {

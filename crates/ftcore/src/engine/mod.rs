@@ -37,7 +37,7 @@ pub use group::{Backend, Group, OnCallers};
 pub use in_flight::{Held, InFlight, Scratch};
 pub use label::{Label, Place};
 pub use machine::{Channel, Rules, Stage};
-pub use shell::{Driver, Engine, Job, Outcome, Refused, SpinBudget};
+pub use shell::{Driver, Engine, Job, Outcome, SpinBudget};
 pub use sync::spawn;
 pub use ticket::{Ended, Ticket};
 

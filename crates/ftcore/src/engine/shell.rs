@@ -17,8 +17,8 @@ use super::ticket::{Ended, Ticket};
 use crate::flight_recorder;
 use crate::work::{self, Recorder};
 use crate::{
-    Collective, Completer, Completion, Error, ErrorKind, Event, Failed, OpKind, Result, Tensor, Work,
-    deadline_in, lifecycle, time_left,
+    Collective, Completer, Completion, Error, ErrorKind, Event, Failed, OpKind, Rejected, Result, Tensor,
+    Work, deadline_in, lifecycle, time_left,
 };
 
 /// What a group submits: an operation with whatever its driver needs besides.
@@ -134,9 +134,6 @@ pub trait Driver: Send + Sync + Sized + 'static {
         .to_string()
     }
 }
-
-/// A refusal: why, and the job.
-pub type Refused<J> = Box<(Error, J)>;
 
 /// The number of an operation, its caller's side, and the lock under which it was accepted.
 type Accepted<'a, J> = (u64, Work, MutexGuard<'a, State<J>>);
@@ -290,7 +287,7 @@ impl<D: Driver> Engine<D> {
         job: D::Job,
         label: Label,
         deadline: Instant,
-    ) -> Result<Work, Refused<D::Job>> {
+    ) -> Result<Work, Box<Rejected>> {
         let (_, work, state) = self.accept(job, label, deadline)?;
         self.wake(state);
         Ok(work)
@@ -303,7 +300,7 @@ impl<D: Driver> Engine<D> {
         job: D::Job,
         label: Label,
         deadline: Instant,
-    ) -> Result<Work, Refused<D::Job>> {
+    ) -> Result<Work, Box<Rejected>> {
         // One lock for both: the executor takes none from callers.
         let (number, work, mut state) = self.accept(job, label, deadline)?;
         match state.machine.turn_of(number) {
@@ -318,7 +315,7 @@ impl<D: Driver> Engine<D> {
         job: D::Job,
         label: Label,
         deadline: Instant,
-    ) -> Result<Accepted<'_, D::Job>, Refused<D::Job>> {
+    ) -> Result<Accepted<'_, D::Job>, Box<Rejected>> {
         let mut state = self.lock();
         let due = self.place.due(&label, deadline);
         let channel = job.channel(&label);
@@ -330,7 +327,8 @@ impl<D: Driver> Engine<D> {
                 if let Some(recorder) = self.recorder.get() {
                     recorder.refused(&label.summary, &error);
                 }
-                return Err(Box::new((error, job)));
+                let op = job.into_op();
+                return Err(Box::new(Rejected { error, op }));
             }
         };
         let (work, completer) = self.pair(number, label.kind, deadline, state.machine.told_by(due));

@@ -35,10 +35,7 @@ fn start<D: Driver>(driver: D) -> Arc<Engine<D>> {
 
 fn submit<D: Driver<Job = Collective>>(engine: &Arc<Engine<D>>, op: Collective) -> Work {
     let label = Label::of(&op);
-    engine
-        .submit(op, label, deadline_in(LONG))
-        .map_err(|r| r.0)
-        .unwrap()
+    engine.submit(op, label, deadline_in(LONG)).unwrap()
 }
 
 /// It is reached, but who asks is told only when the test lets it: the library's call takes its time.
@@ -284,9 +281,7 @@ fn a_caller_waits_for_what_the_engine_says_of_an_operation_that_its_driver_keeps
     // All but the grace is over when the driver gets it, which is on this thread.
     let deadline = Instant::now() - Keeps::OVERTIME;
     let label = Label::of(&Collective::Barrier);
-    let work = engine
-        .submit_here(Collective::Barrier, label, deadline)
-        .map_err(|r| r.0);
+    let work = engine.submit_here(Collective::Barrier, label, deadline);
     let error = work.unwrap().take().unwrap_err();
     assert!(
         error.to_string().contains("not finished at its deadline"),

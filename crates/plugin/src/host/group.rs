@@ -260,12 +260,7 @@ impl ProcessGroup for PluginGroup {
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let admitted = self.admit(op, options)?;
-        let (engine, call) = (admitted.engine, admitted.call);
-        let submitted = engine.submit_here(call, admitted.label, admitted.deadline);
-        submitted.map_err(|refused| {
-            let (error, call) = *refused;
-            Box::new(Rejected { error, op: call.op })
-        })
+        (admitted.engine).submit_here(admitted.call, admitted.label, admitted.deadline)
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
