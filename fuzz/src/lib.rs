@@ -5,7 +5,7 @@
 //! Each module has `seeds`: valid bytes to begin from.
 
 // The included sources name these from the crate's root.
-use ftcore::{Error, ErrorKind, Result, identity, printable};
+use ftcore::{Error, ErrorKind, Result, fields, identity, printable};
 #[path = "../../crates/ftcore/src/coded.rs"]
 mod coded;
 

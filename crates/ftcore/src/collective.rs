@@ -6,6 +6,7 @@
 use std::fmt;
 
 use crate::coded::coded;
+use crate::fields::{Put, Take};
 use crate::{DType, ReduceOp, Tensor};
 
 coded! {
@@ -449,52 +450,26 @@ impl Fingerprint {
     /// Little-endian bytes.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let mut b = [0u8; Self::BYTES];
-        let (head, rest) = b.split_at_mut(4);
-        head.copy_from_slice(&[self.kind, self.dtype, self.reduce, self.tensors]);
-        let (root, rest) = rest.split_at_mut(4);
-        root.copy_from_slice(&self.root.to_le_bytes());
-        let (count, detail) = rest.split_at_mut(8);
-        count.copy_from_slice(&self.count.to_le_bytes());
-        detail.copy_from_slice(&self.detail.to_le_bytes());
+        let mut put = Put(&mut b);
+        put.bytes(&[self.kind, self.dtype, self.reduce, self.tensors]);
+        put.u32(self.root);
+        put.u64(self.count);
+        put.u64(self.detail);
         b
     }
 
     /// The inverse of [`encode`](Self::encode). Any bytes decode; unknown codes show as such in `Display`.
     pub fn decode(b: &[u8; Self::BYTES]) -> Self {
-        let [
-            kind,
-            dtype,
-            reduce,
-            tensors,
-            r0,
-            r1,
-            r2,
-            r3,
-            c0,
-            c1,
-            c2,
-            c3,
-            c4,
-            c5,
-            c6,
-            c7,
-            d0,
-            d1,
-            d2,
-            d3,
-            d4,
-            d5,
-            d6,
-            d7,
-        ] = *b;
+        let mut take = Take(b);
+        let [kind, dtype, reduce, tensors] = take.bytes();
         Self {
             kind,
             dtype,
             reduce,
             tensors,
-            root: u32::from_le_bytes([r0, r1, r2, r3]),
-            count: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),
-            detail: u64::from_le_bytes([d0, d1, d2, d3, d4, d5, d6, d7]),
+            root: take.u32(),
+            count: take.u64(),
+            detail: take.u64(),
         }
     }
 }

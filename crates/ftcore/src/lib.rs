@@ -22,6 +22,7 @@ mod epoch;
 mod error;
 mod exit;
 mod ext;
+pub mod fields;
 pub mod flight_recorder;
 pub mod float_mode;
 pub mod forked;

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use super::Credentials;
 use super::records::{self, NotAuthentic, Opener, Sealer};
 use crate::coded::coded;
+use crate::fields::{Put, Take};
 use crate::{Epoch, Error, Result};
 
 /// In the place of a rank that has no number, as the clients of a store.
@@ -86,20 +87,20 @@ impl Topic {
         let mut put = Put(&mut out);
         put.bytes(&self.purpose);
         put.bytes(&[u8::from(self.encrypted)]);
-        put.bytes(&self.epoch.0.to_le_bytes());
-        put.bytes(&self.from.to_le_bytes());
-        put.bytes(&self.to.to_le_bytes());
+        put.u64(self.epoch.0);
+        put.u32(self.from);
+        put.u32(self.to);
         out
     }
 
     fn decode(bytes: &[u8; 32]) -> Self {
         let mut take = Take(bytes);
         Self {
-            purpose: take.array(),
-            encrypted: take.array() != [0],
-            epoch: Epoch(u64::from_le_bytes(take.array())),
-            from: u32::from_le_bytes(take.array()),
-            to: u32::from_le_bytes(take.array()),
+            purpose: take.bytes(),
+            encrypted: take.bytes() != [0],
+            epoch: Epoch(take.u64()),
+            from: take.u32(),
+            to: take.u32(),
         }
     }
 }
@@ -283,9 +284,9 @@ impl Header {
     /// `None` if it is not one.
     fn decode(bytes: &[u8; HEADER]) -> Option<Self> {
         let mut take = Take(bytes);
-        let magic: [u8; 8] = take.array();
-        let [version, kind, reason] = take.array();
-        let rest: [u8; 5] = take.array();
+        let magic: [u8; 8] = take.bytes();
+        let [version, kind, reason] = take.bytes();
+        let rest: [u8; 5] = take.bytes();
         (magic == MAGIC && rest == [0; 5]).then_some(Self {
             version,
             kind,
@@ -490,8 +491,8 @@ impl Handshake {
 
     fn opened(&mut self, open: &[u8; OPEN]) -> std::result::Result<(), Refused> {
         let mut take = Take(open);
-        let _: [u8; HEADER] = take.array();
-        let theirs = Topic::decode(&take.array());
+        let _: [u8; HEADER] = take.bytes();
+        let theirs = Topic::decode(&take.bytes());
         let own = Topic {
             from: theirs.from,
             ..self.topic
@@ -542,8 +543,8 @@ impl Handshake {
 
     fn proved(&mut self, message: &[u8; LONGEST]) -> std::result::Result<(), Refused> {
         let mut take = Take(message);
-        let _: [u8; HEADER] = take.array();
-        let mac: [u8; MAC] = take.array();
+        let _: [u8; HEADER] = take.bytes();
+        let mac: [u8; MAC] = take.bytes();
         let mut answer = [0; ANSWER];
         Put(&mut answer).bytes(self.said.get(OPEN..).unwrap_or_default());
         if self.mac(&CALLER, &answer) != mac {
@@ -643,33 +644,6 @@ fn header(kind: u8) -> [u8; HEADER] {
         reason: 0,
     }
     .encode()
-}
-
-/// Writes from the front of a slice; what has no room is left out.
-struct Put<'a>(&'a mut [u8]);
-
-impl Put<'_> {
-    fn bytes(&mut self, bytes: &[u8]) {
-        let n = bytes.len().min(self.0.len());
-        let (to, rest) = std::mem::take(&mut self.0).split_at_mut(n);
-        to.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
-        self.0 = rest;
-    }
-}
-
-/// Reads from the front of a slice; zeros where there is nothing more.
-struct Take<'a>(&'a [u8]);
-
-impl Take<'_> {
-    fn array<const N: usize>(&mut self) -> [u8; N] {
-        match self.0.split_first_chunk::<N>() {
-            Some((out, rest)) => {
-                self.0 = rest;
-                *out
-            }
-            None => [0; N],
-        }
-    }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::fmt;
 use std::io::{Read, Write};
 
 use crate::coded::coded;
+use crate::fields::Take;
 use crate::identity::records::NotAuthentic;
 use crate::printable::one_line;
 use crate::{Error, ErrorKind, Result};
@@ -75,9 +76,9 @@ impl Hello {
 
     /// Checks the form; a stranger is `Protocol`.
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self> {
-        let mut at = Reader(bytes);
-        let magic: [u8; 8] = at.take();
-        let version = u32::from_le_bytes(at.take());
+        let mut at = Take(bytes);
+        let magic: [u8; 8] = at.bytes();
+        let version = at.u32();
         if &magic != MAGIC || version != VERSION {
             return Err(Error::new(
                 ErrorKind::Protocol,
@@ -85,27 +86,13 @@ impl Hello {
             ));
         }
         Ok(Self {
-            token: at.take(),
-            rank: u32::from_le_bytes(at.take()),
-            world: u32::from_le_bytes(at.take()),
-            epoch: u64::from_le_bytes(at.take()),
-            process: u64::from_le_bytes(at.take()),
-            setup: Setup(at.take()),
+            token: at.bytes(),
+            rank: at.u32(),
+            world: at.u32(),
+            epoch: at.u64(),
+            process: at.u64(),
+            setup: Setup(at.bytes()),
         })
-    }
-}
-
-struct Reader<'a>(&'a [u8]);
-
-impl Reader<'_> {
-    fn take<const N: usize>(&mut self) -> [u8; N] {
-        match self.0.split_first_chunk::<N>() {
-            Some((head, rest)) => {
-                self.0 = rest;
-                *head
-            }
-            None => [0; N],
-        }
     }
 }
 
@@ -210,17 +197,19 @@ impl Frame {
 
     /// Without its text, and how long that is.
     fn headed(head: &[u8; HEAD]) -> Result<(Self, usize)> {
-        let mut at = Reader(head);
-        let [code] = at.take();
-        let origin = u32::from_le_bytes(at.take());
-        let number = u64::from_le_bytes(at.take());
-        let length = u32::from_le_bytes(at.take()) as usize;
-        let kind = Kind::from_code(code).filter(|_| length <= MAX_TEXT).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("a control frame of kind {code} with {length} bytes of text"),
-            )
-        })?;
+        let mut at = Take(head);
+        let [code] = at.bytes();
+        let origin = at.u32();
+        let number = at.u64();
+        let length = at.u32() as usize;
+        let kind = Kind::from_code(code)
+            .filter(|_| length <= MAX_TEXT)
+            .ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Protocol,
+                    format!("a control frame of kind {code} with {length} bytes of text"),
+                )
+            })?;
         Ok((Self::new(kind, origin, number, ""), length))
     }
 
