@@ -185,6 +185,27 @@ impl Sealer {
         Ok(())
     }
 
+    /// Has `send` write records until text of `bytes` is out with one: how many bytes of them.
+    ///
+    /// # Errors
+    /// Those of [`seal`](Self::seal) and `send`; what `send` has left of a record goes out with the next call.
+    pub fn write(
+        &mut self,
+        bytes: &[u8],
+        mut send: impl FnMut(&[u8]) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        loop {
+            self.seal(&[IoSlice::new(bytes)], 0)?;
+            if self.pending().is_empty() {
+                return Ok(0);
+            }
+            match self.sent(send(self.pending())?) {
+                0 => {}
+                text => return Ok(text),
+            }
+        }
+    }
+
     /// `n` bytes of [`pending`](Self::pending) were sent. Once that is all: how many bytes of text are out with it; before, 0.
     pub fn sent(&mut self, n: usize) -> usize {
         self.at = (self.at + n).min(self.record.len());
@@ -316,6 +337,21 @@ impl Opener {
             .map_err(|_| NotAuthentic)?;
         self.text = start + HEADER..start + HEADER + text.len();
         self.raw.start = start + wanted;
+        Ok(true)
+    }
+
+    /// As [`open`](Self::open), with what `receive` puts into the [`room`](Self::room) until a record is all here. False at the end of what
+    /// comes in.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open) and `receive`.
+    pub fn open_from(&mut self, mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<bool> {
+        while !self.open()? {
+            match receive(self.room())? {
+                0 => return Ok(false),
+                n => self.received(n),
+            }
+        }
         Ok(true)
     }
 

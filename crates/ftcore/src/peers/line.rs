@@ -1,6 +1,6 @@
 //! One control connection: the socket, and what seals and opens its bytes where the job encrypts them.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -56,12 +56,10 @@ impl Line {
             let (n, _) = recv(&*self.stream, into, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
             return Ok(n);
         };
-        while !opener.open()? {
-            match recv(&*self.stream, opener.room(), RecvFlags::DONTWAIT)? {
-                (0, _) => return Ok(0),
-                (n, _) => opener.received(n),
-            }
-        }
+        opener.open_from(|room| {
+            let (n, _) = recv(&*self.stream, room, RecvFlags::DONTWAIT)?;
+            Ok(n)
+        })?;
         let n = opener.text().len().min(into.len());
         if let (Some(into), Some(from)) = (into.get_mut(..n), opener.text().get(..n)) {
             into.copy_from_slice(from);
@@ -97,16 +95,8 @@ impl Read for Line {
         let Some(opener) = &mut self.opener else {
             return self.stream.read(into);
         };
-        loop {
-            match opener.take(into)? {
-                0 => {}
-                n => return Ok(n),
-            }
-            match self.stream.read(opener.room())? {
-                0 => return Ok(0),
-                n => opener.received(n),
-            }
-        }
+        opener.open_from(|room| self.stream.read(room))?;
+        Ok(opener.take(into)?)
     }
 }
 
@@ -119,12 +109,12 @@ impl Write for Line {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         self.broken = true;
-        sealer.seal(&[IoSlice::new(bytes)], 0)?;
-        let record = sealer.pending();
-        self.stream.write_all(record)?;
-        let out = record.len();
+        let written = sealer.write(bytes, |record| {
+            self.stream.write_all(record)?;
+            Ok(record.len())
+        })?;
         self.broken = false;
-        Ok(sealer.sent(out))
+        Ok(written)
     }
 
     fn flush(&mut self) -> io::Result<()> {

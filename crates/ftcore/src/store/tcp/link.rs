@@ -5,7 +5,7 @@
 //! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT. A call under tokens
 //! ([`Watched`]) polls in turns and looks at them in between: the connection is as it was, whatever has come of the call so far.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -316,42 +316,41 @@ impl Link {
 
     /// Reads past the buffer; 0 at the end of the stream.
     fn receive_text(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let deadline = self.deadline();
         let Some(mut records) = self.records.take() else {
-            let n = Self::receive(&self.stream, into, deadline, &mut self.watched)?;
-            self.count(n);
-            return Ok(n);
+            return self.receive(into);
         };
         let (_, opener) = &mut *records;
-        let taken = loop {
-            match opener.take(into) {
-                Ok(0) => {}
-                Ok(n) => break Ok(n),
-                Err(e) => break Err(e.into()),
-            }
-            match Self::receive(&self.stream, opener.room(), deadline, &mut self.watched) {
-                Ok(0) => break Ok(0),
-                Ok(n) => {
-                    self.count(n);
-                    opener.received(n);
-                }
-                Err(e) => break Err(e),
-            }
-        };
+        let opened = opener.open_from(|room| self.receive(room));
+        let taken = opened.and_then(|_| Ok(opener.take(into)?));
         self.records = Some(records);
         taken
     }
 
-    fn receive(
-        mut stream: &TcpStream,
-        into: &mut [u8],
-        deadline: Option<Instant>,
-        watched: &mut Watched,
+    fn receive(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.once(PollFlags::IN, |mut stream| stream.read(into))
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.once(PollFlags::OUT, |mut stream| stream.write(bytes))
+    }
+
+    /// Reads or writes, once the socket is ready for that.
+    fn once(
+        &mut self,
+        ready: PollFlags,
+        mut step: impl FnMut(&TcpStream) -> io::Result<usize>,
     ) -> io::Result<usize> {
+        let deadline = self.deadline();
+        let stream = self.stream.clone();
         loop {
-            match stream.read(into) {
+            match step(&stream) {
+                Ok(n) => {
+                    self.count(n);
+                    return Ok(n);
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    if !watched.poll(&mut [PollFd::new(stream, PollFlags::IN)], deadline)? {
+                    let mut socket = [PollFd::new(&**stream, ready)];
+                    if !self.watched.poll(&mut socket, deadline)? {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                 }
@@ -428,52 +427,12 @@ impl Write for Link {
             return self.send(bytes);
         };
         let (sealer, _) = &mut *records;
-        let written = loop {
-            if let Err(e) = sealer.seal(&[IoSlice::new(bytes)], 0) {
-                break Err(e.into());
-            }
-            if sealer.pending().is_empty() {
-                break Ok(0);
-            }
-            match self.send(sealer.pending()) {
-                Ok(n) => match sealer.sent(n) {
-                    0 => {}
-                    text => break Ok(text),
-                },
-                Err(e) => break Err(e),
-            }
-        };
+        let written = sealer.write(bytes, |record| self.send(record));
         self.records = Some(records);
         written
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
-    }
-}
-
-impl Link {
-    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let deadline = self.deadline();
-        let socket = self.stream.clone();
-        let mut stream: &TcpStream = &socket;
-        loop {
-            match stream.write(bytes) {
-                Ok(n) => {
-                    self.count(n);
-                    return Ok(n);
-                }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    if !self
-                        .watched
-                        .poll(&mut [PollFd::new(stream, PollFlags::OUT)], deadline)?
-                    {
-                        return Err(io::ErrorKind::TimedOut.into());
-                    }
-                }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => return other,
-            }
-        }
     }
 }
