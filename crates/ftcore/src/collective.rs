@@ -255,30 +255,37 @@ impl Collective {
         }
     }
 
-    /// The tensors in the order in which the variant names them (inputs before outputs, pairs in turn).
-    pub fn tensors(&self) -> Vec<&Tensor> {
+    /// Shows the tensors one by one, in the order of [`tensors`](Self::tensors): without a list, for it is on the path of every call.
+    fn each<'a>(&'a self, see: &mut dyn FnMut(&'a Tensor)) {
         match self {
             Self::AllReduce { tensors, .. }
             | Self::Broadcast { tensors, .. }
             | Self::AllGatherInPlace { tensors }
-            | Self::ReduceScatterInPlace { tensors, .. } => tensors.iter().collect(),
+            | Self::ReduceScatterInPlace { tensors, .. } => tensors.iter().for_each(see),
             Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
-                vec![tensor]
+                see(tensor)
             }
             Self::AllGather { input, outputs } | Self::Gather { input, outputs, .. } => {
-                std::iter::once(input).chain(outputs).collect()
+                std::iter::once(input).chain(outputs).for_each(see);
             }
             Self::AllGatherInto { pairs } | Self::ReduceScatterInto { pairs, .. } => {
-                pairs.iter().flat_map(|(a, b)| [a, b]).collect()
+                pairs.iter().flat_map(|(a, b)| [a, b]).for_each(see);
             }
             Self::Scatter { inputs, output, .. } | Self::ReduceScatter { inputs, output, .. } => {
-                inputs.iter().chain(std::iter::once(output)).collect()
+                inputs.iter().chain(std::iter::once(output)).for_each(see);
             }
-            Self::AllToAll { inputs, outputs } => inputs.iter().chain(outputs).collect(),
-            Self::AllToAllInto { input, output, .. } => vec![input, output],
-            Self::Barrier | Self::MonitoredBarrier { .. } => Vec::new(),
-            Self::Batch { ops } => ops.iter().flat_map(Self::tensors).collect(),
+            Self::AllToAll { inputs, outputs } => inputs.iter().chain(outputs).for_each(see),
+            Self::AllToAllInto { input, output, .. } => [input, output].into_iter().for_each(see),
+            Self::Barrier | Self::MonitoredBarrier { .. } => {}
+            Self::Batch { ops } => ops.iter().for_each(|op| op.each(see)),
         }
+    }
+
+    /// The tensors in the order in which the variant names them (inputs before outputs, pairs in turn).
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        let mut all = Vec::new();
+        self.each(&mut |tensor| all.push(tensor));
+        all
     }
 
     /// Gives the tensors back, in the order of [`tensors`](Self::tensors).
@@ -318,34 +325,18 @@ impl Collective {
 
     /// The dtype of the first tensor, if there is one.
     pub fn dtype(&self) -> Option<DType> {
-        // On the path of every call: without the list that `tensors` makes.
-        let first = match self {
-            Self::AllReduce { tensors, .. }
-            | Self::Broadcast { tensors, .. }
-            | Self::AllGatherInPlace { tensors }
-            | Self::ReduceScatterInPlace { tensors, .. } => tensors.first(),
-            Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
-                Some(tensor)
-            }
-            Self::AllGather { input, .. } | Self::Gather { input, .. } | Self::AllToAllInto { input, .. } => {
-                Some(input)
-            }
-            Self::AllGatherInto { pairs } | Self::ReduceScatterInto { pairs, .. } => {
-                pairs.first().map(|(a, _)| a)
-            }
-            Self::Scatter { inputs, output, .. } | Self::ReduceScatter { inputs, output, .. } => {
-                inputs.first().or(Some(output))
-            }
-            Self::AllToAll { inputs, outputs } => inputs.first().or_else(|| outputs.first()),
-            Self::Barrier | Self::MonitoredBarrier { .. } => None,
-            Self::Batch { ops } => return ops.iter().find_map(Self::dtype),
-        };
-        first.map(Tensor::dtype)
+        let mut first = None;
+        self.each(&mut |tensor| {
+            first.get_or_insert(tensor.dtype());
+        });
+        first
     }
 
     /// The total number of elements.
     pub fn count(&self) -> usize {
-        self.tensors().iter().map(|t| t.count()).sum()
+        let mut count = 0;
+        self.each(&mut |tensor| count += tensor.count());
+        count
     }
 
     /// What every rank must agree on. Counts that may rightly differ between ranks are left out.
