@@ -83,22 +83,14 @@ pub(super) fn leading_number(value: &[u8]) -> Option<i64> {
     sum
 }
 
-/// What `add` makes of `current`; absent counts as 0.
-pub(super) fn sum(current: Option<&[u8]>, amount: i64) -> Result<i64, Refusal> {
-    let start = current
-        .map_or(Some(0), leading_number)
-        .ok_or(Refusal::NotANumber)?;
-    start.checked_add(amount).ok_or(Refusal::Overflow)
+/// What is added to; absent counts as 0.
+fn number(current: Option<&[u8]>) -> Result<i64, Refusal> {
+    current.map_or(Some(0), leading_number).ok_or(Refusal::NotANumber)
 }
 
-/// The length of a value after an append, if it is at most `most`.
-fn appended_len(current: usize, more: usize, most: usize) -> Result<usize, Refusal> {
-    let len = current.saturating_add(more);
-    if len > most {
-        Err(Refusal::TooLong(len))
-    } else {
-        Ok(len)
-    }
+/// What `add` makes of `current`.
+pub(super) fn sum(current: Option<&[u8]>, amount: i64) -> Result<i64, Refusal> {
+    number(current)?.checked_add(amount).ok_or(Refusal::Overflow)
 }
 
 #[derive(Debug)]
@@ -178,27 +170,22 @@ impl Table {
         Ok((Arc::new(desired.to_vec()), true))
     }
 
-    pub(super) fn append(&mut self, key: &[u8], more: &[u8]) -> Result<(), Refusal> {
-        self.append_up_to(key, more, MAX_VALUE)
-    }
-
     /// As `add`, but a sum beyond 64 bits begins again at the other end: what PyTorch's server answers.
     pub(super) fn add_wrapping(&mut self, key: &[u8], amount: i64) -> Result<i64, Refusal> {
-        let start = self
-            .get(key)
-            .map_or(Some(0), |v| leading_number(v))
-            .ok_or(Refusal::NotANumber)?;
-        let sum = start.wrapping_add(amount);
+        let sum = number(self.get(key).map(|v| v.as_slice()))?.wrapping_add(amount);
         self.set(key, sum.to_string().into_bytes())?;
         Ok(sum)
     }
 
-    /// As `append`, for values of up to `most` bytes.
-    pub(super) fn append_up_to(&mut self, key: &[u8], more: &[u8], most: usize) -> Result<(), Refusal> {
+    /// Appends to a value of up to `most` bytes.
+    pub(super) fn append(&mut self, key: &[u8], more: &[u8], most: usize) -> Result<(), Refusal> {
         let Some(current) = self.map.get(key).map(|v| v.len()) else {
             return self.set(key, more.to_vec());
         };
-        appended_len(current, more.len(), most)?;
+        let len = current.saturating_add(more.len());
+        if len > most {
+            return Err(Refusal::TooLong(len));
+        }
         self.charge(more.len(), 0)?;
         if let Some(slot) = self.map.get_mut(key) {
             Arc::make_mut(slot).extend_from_slice(more);
@@ -267,10 +254,10 @@ mod tests {
         t.set(b"a", vec![0; 9]).unwrap();
         t.set(b"b", vec![0; 9]).unwrap();
         assert_eq!(t.set(b"c", Vec::new()), Err(Refusal::Full(2 * ENTRY_BYTES + 20)));
-        assert!(t.append(b"a", b"x").is_err());
+        assert!(t.append(b"a", b"x", MAX_VALUE).is_err());
         assert_eq!(t.get(b"a").unwrap().len(), 9);
         assert!(t.remove(b"b"));
-        t.append(b"a", b"x").unwrap();
+        t.append(b"a", b"x", MAX_VALUE).unwrap();
         t.set(b"c", Vec::new()).unwrap();
         assert_eq!(t.len(), 2);
     }
@@ -279,6 +266,9 @@ mod tests {
     fn an_appended_value_stays_within_the_limit_of_a_value() {
         let mut t = Table::default();
         t.set(b"k", vec![0; MAX_VALUE]).unwrap();
-        assert_eq!(t.append(b"k", b"x"), Err(Refusal::TooLong(MAX_VALUE + 1)));
+        assert_eq!(
+            t.append(b"k", b"x", MAX_VALUE),
+            Err(Refusal::TooLong(MAX_VALUE + 1))
+        );
     }
 }

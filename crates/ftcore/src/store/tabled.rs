@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use super::contract::Store;
-use super::keys;
+use super::keys::{self, MAX_VALUE};
 use super::table::{Refusal, Table, Value, leading_number};
 use crate::{Error, Result};
 
@@ -110,7 +110,9 @@ impl<S: Tabled> Store for S {
     fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
         let op = "store.append";
         keys::check_pair(op, key, value)?;
-        change(self, op, key, deadline, |table, key| table.append(key, value))
+        change(self, op, key, deadline, |table, key| {
+            table.append(key, value, MAX_VALUE)
+        })
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {

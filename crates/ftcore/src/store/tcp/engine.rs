@@ -154,8 +154,7 @@ impl Engine {
 
     /// Appends to a value of up to `most` bytes.
     pub(super) fn append(&self, key: &[u8], more: &[u8], most: usize) -> Result<(), Refusal> {
-        self.lock()
-            .write(key, |table| table.append_up_to(key, more, most))
+        self.lock().write(key, |table| table.append(key, more, most))
     }
 
     /// The values of the first keys, of `most` bytes together or one that is longer; `None` for an absent key.
