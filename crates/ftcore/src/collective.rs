@@ -362,7 +362,7 @@ impl Collective {
         match self {
             Self::AllReduce { tensors, op } => {
                 list(&mut fp, &mut tensors.iter());
-                fp.set_op(*op);
+                fp.reduce = op.code();
             }
             Self::Broadcast { tensors, root } => {
                 list(&mut fp, &mut tensors.iter());
@@ -370,7 +370,7 @@ impl Collective {
             }
             Self::Reduce { tensor, op, root } => {
                 fp.count = tensor.count() as u64;
-                fp.set_op(*op);
+                fp.reduce = op.code();
                 fp.root = *root;
             }
             Self::AllGather { outputs, .. } => list(&mut fp, &mut outputs.iter()),
@@ -379,15 +379,15 @@ impl Collective {
             Self::AllGatherInPlace { tensors } => list(&mut fp, &mut tensors.iter()),
             Self::ReduceScatter { inputs, op, .. } => {
                 list(&mut fp, &mut inputs.iter());
-                fp.set_op(*op);
+                fp.reduce = op.code();
             }
             Self::ReduceScatterInto { pairs, op } => {
                 list(&mut fp, &mut pairs.iter().map(|(i, _)| i));
-                fp.set_op(*op);
+                fp.reduce = op.code();
             }
             Self::ReduceScatterInPlace { tensors, op } => {
                 list(&mut fp, &mut tensors.iter());
-                fp.set_op(*op);
+                fp.reduce = op.code();
             }
             Self::Gather { root, .. } | Self::Scatter { root, .. } => fp.root = *root,
             Self::Send { tensor, .. } | Self::Recv { tensor, .. } => fp.count = tensor.count() as u64,
@@ -408,7 +408,7 @@ pub struct Fingerprint {
     pub kind: u8,
     /// `DType::code`, or 255 for none.
     pub dtype: u8,
-    /// `ReduceOp::code`, or 255 for none.
+    /// `ReduceOp::code`, or 255 for none. The factor of a [`PremulSum`](ReduceOp::PremulSum) may rightly differ between ranks, and is not here.
     pub reduce: u8,
     /// The number of tensors where all ranks must have the same, else 255.
     pub tensors: u8,
@@ -416,7 +416,7 @@ pub struct Fingerprint {
     pub root: u32,
     /// The total number of elements where all ranks must have the same, else 0.
     pub count: u64,
-    /// A hash of the counts tensor by tensor, and of a premul factor.
+    /// A hash of the counts tensor by tensor.
     pub detail: u64,
 }
 
@@ -428,14 +428,6 @@ impl Fingerprint {
         // FNV-1a over 64-bit words: order matters, and 24 bytes stay 24 bytes.
         self.detail =
             (self.detail ^ value.wrapping_add(0x9E37_79B9_7F4A_7C15)).wrapping_mul(0x0000_0100_0000_01B3);
-    }
-
-    fn set_op(&mut self, op: ReduceOp) {
-        self.reduce = op.code();
-        if let ReduceOp::PremulSum(factor) = op {
-            // The factor may rightly differ between ranks; only the operation must agree.
-            let _ = factor;
-        }
     }
 
     /// Little-endian bytes.
@@ -505,6 +497,9 @@ mod tests {
         assert_eq!(a, make(4, ReduceOp::Sum).fingerprint());
         assert_ne!(a, make(5, ReduceOp::Sum).fingerprint());
         assert_ne!(a, make(4, ReduceOp::Max).fingerprint());
+        // Each rank may have a factor of its own.
+        let scaled = |factor| make(4, ReduceOp::PremulSum(factor)).fingerprint();
+        assert_eq!(scaled(0.5), scaled(2.0));
         assert_eq!(Fingerprint::decode(&a.encode()), a);
         assert_eq!(a.to_string(), "all_reduce(f32, 4 elements, sum)");
     }
