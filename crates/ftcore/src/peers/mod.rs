@@ -230,12 +230,7 @@ impl Peers {
         }
         let told = match error.kind() {
             // The reason alone: who hears it puts the name before it.
-            ErrorKind::Aborted => Error::new(
-                ErrorKind::Aborted,
-                error
-                    .message()
-                    .trim_start_matches(&format!("aborted by rank {}: ", self.place.rank)),
-            ),
+            ErrorKind::Aborted => Error::new(ErrorKind::Aborted, self.place.reason(error)),
             _ => error.clone(),
         };
         let frame = Frame::of_error(Kind::Failed, self.place.rank, &told, error.context().peer);

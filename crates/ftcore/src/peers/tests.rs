@@ -578,6 +578,20 @@ fn a_connection_that_ends_is_a_death_unless_its_rank_has_left() {
 }
 
 #[test]
+fn the_reason_of_an_abort_is_heard_as_it_was_given() {
+    // It names a rank itself: what this rank's engine put before it comes off once, and the one that hears puts it there again.
+    let text = "aborted by rank 0: aborted by rank 0: enough";
+    world(2, |c| {
+        let rank = Rank::connect(&c);
+        match c.rank {
+            0 => rank.peers.report(&Error::new(ErrorKind::Aborted, text)),
+            _ => assert_eq!(rank.failure().message(), text),
+        }
+        c.store.barrier("heard", 2, deadline_in(SOON)).unwrap();
+    });
+}
+
+#[test]
 fn a_barrier_opens_once_all_have_entered_and_rank_0_knows_who_has_not() {
     world(3, |c| {
         let rank = Rank::connect(&c);
