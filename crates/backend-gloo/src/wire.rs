@@ -4,6 +4,7 @@
 //! only what this version writes; lengths are checked against fixed limits before anything is allocated (INV-10), and
 //! every frame carries its epoch (INV-1).
 
+use ftcore::fields::{Put, Take};
 use ftcore::{Epoch, ErrorKind, Fingerprint};
 
 /// The longest text in an abort or leave frame; longer ones are cut.
@@ -25,46 +26,6 @@ const PIECE_MAGIC: u32 = 0x4F58_4750; // "OXGP"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
 pub(crate) const VERSION: u32 = 8;
-
-/// Writes fields one after the other into a fixed array.
-struct Put<'a>(&'a mut [u8]);
-
-impl Put<'_> {
-    fn bytes(&mut self, bytes: &[u8]) {
-        let at = std::mem::take(&mut self.0);
-        if let Some((head, tail)) = at.split_at_mut_checked(bytes.len()) {
-            head.copy_from_slice(bytes);
-            self.0 = tail;
-        }
-    }
-    fn u32(&mut self, v: u32) {
-        self.bytes(&v.to_le_bytes());
-    }
-    fn u64(&mut self, v: u64) {
-        self.bytes(&v.to_le_bytes());
-    }
-}
-
-/// Reads fields one after the other; what is missing reads as zero (the arrays are of fixed size, so nothing is).
-struct Take<'a>(&'a [u8]);
-
-impl Take<'_> {
-    fn bytes<const N: usize>(&mut self) -> [u8; N] {
-        match self.0.split_first_chunk::<N>() {
-            Some((head, tail)) => {
-                self.0 = tail;
-                *head
-            }
-            None => [0; N],
-        }
-    }
-    fn u32(&mut self) -> u32 {
-        u32::from_le_bytes(self.bytes())
-    }
-    fn u64(&mut self) -> u64 {
-        u64::from_le_bytes(self.bytes())
-    }
-}
 
 /// What stands before the payload of every data frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
