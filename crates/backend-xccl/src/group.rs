@@ -62,7 +62,7 @@ pub(crate) fn capabilities(settings: &Settings) -> Capabilities {
             ("all_gather of uneven parts", "composed: one broadcast per rank"),
             (
                 "gather, scatter",
-                "composed: onecclAllToAllV to or from the root, messages before 2022.2",
+                "composed: onecclAllToAllV to or from the root; before 2022.2 an even exchange of the longest part",
             ),
             ("reduce_scatter of uneven parts", "composed: one reduce per rank"),
             (
@@ -71,7 +71,7 @@ pub(crate) fn capabilities(settings: &Settings) -> Capabilities {
             ),
             (
                 "all_to_all",
-                "lists are packed; uneven: onecclAllToAllV, pairwise messages before 2022.2",
+                "lists are packed; uneven: onecclAllToAllV, before 2022.2 an even exchange of the longest part",
             ),
             ("barrier", "composed: all-reduce of one element"),
             ("monitored_barrier", "runs over the control connections"),

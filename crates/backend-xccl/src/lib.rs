@@ -14,6 +14,7 @@ mod driver;
 mod group;
 mod link;
 mod member;
+mod movement;
 mod ops;
 mod options;
 pub mod plain;

@@ -1,12 +1,11 @@
 //! The calls that operations are made of, over slices of host memory: on a communicator or, in a world of one, on nothing. Every call is
 //! done when it returns.
 //!
-//! A call with no bytes is not made: all ranks see the same zero, except in an uneven exchange, which makes it always. On a communicator of
-//! a device slices go through scratch memory there.
+//! A call with no bytes is not made: all ranks see the same zero. On a communicator of a device slices go through scratch memory there.
 
 use std::sync::Arc;
 
-use ftcore::{DType, Error, ErrorKind, Result};
+use ftcore::{DType, Result};
 use oneccl_sys::RedOp;
 
 use crate::raw::comm::Comm;
@@ -65,12 +64,6 @@ impl Link {
 
     pub(crate) fn world(&self) -> u32 {
         self.comm.as_ref().map_or(1, Comm::world)
-    }
-
-    /// True if parts of different lengths are exchanged in one call. Those on a device never come this way.
-    pub(crate) fn has_all_to_all_v(&self) -> bool {
-        let Some(comm) = &self.comm else { return true };
-        self.side.is_some() || comm.has_all_to_all_v()
     }
 
     /// Makes a call on `data` in place.
@@ -141,51 +134,4 @@ impl Link {
             c.reduce_scatter(on, from, into, dtype, op)
         })
     }
-
-    pub(crate) fn all_to_all(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
-        self.through(from, into, |c, on, from, into| {
-            c.all_to_all(on, from, into, dtype)
-        })
-    }
-
-    pub(crate) fn all_to_all_v(
-        &self,
-        from: &[u8],
-        sent: &[usize],
-        into: &mut [u8],
-        received: &[usize],
-        dtype: DType,
-    ) -> Result<()> {
-        match (&self.comm, &self.side) {
-            (Some(c), None) => {
-                c.all_to_all_v(Span::reading(from), sent, Span::writing(into), received, dtype)
-            }
-            (Some(_), Some(_)) => Err(elsewhere("an uneven exchange")),
-            (None, _) => self.through(from, into, |_, _, _, _| Ok(())),
-        }
-    }
-
-    pub(crate) fn send(&self, data: &[u8], dtype: DType, peer: u32) -> Result<()> {
-        match (&self.comm, &self.side) {
-            (Some(c), None) if !data.is_empty() => c.send(None, Span::reading(data), dtype, peer),
-            (_, Some(_)) => Err(elsewhere("a message")),
-            _ => Ok(()),
-        }
-    }
-
-    pub(crate) fn recv(&self, data: &mut [u8], dtype: DType, peer: u32) -> Result<()> {
-        match (&self.comm, &self.side) {
-            (Some(c), None) if !data.is_empty() => c.recv(None, Span::writing(data), dtype, peer),
-            (_, Some(_)) => Err(elsewhere("a message")),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// What `xpu::ops` does with device memory itself.
-fn elsewhere(what: &str) -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        format!("{what} on a device goes through its own queue"),
-    )
 }

@@ -9,7 +9,9 @@ use ftcore::{DType, Error, ErrorKind, ReduceOp, Result, Tensor};
 use oneccl_sys::RedOp;
 
 use crate::link::Link;
+use crate::movement::{Memory, Moves};
 use crate::raw::lent::Lent;
+use crate::raw::sycl::{Queue, Span};
 use crate::recipe::Recipe;
 use crate::route::{self, Route};
 use crate::tally::{Tally, Ticket};
@@ -33,6 +35,18 @@ pub(crate) struct Count<'a> {
     pub(crate) contribute: bool,
     /// Where ranks that share a host write that down.
     pub(crate) tally: Option<&'a Tally>,
+}
+
+impl Count<'_> {
+    /// The number of contributors, in a call of its own.
+    pub(crate) fn contributors(&self, link: &Link) -> Result<u32> {
+        if !self.counted {
+            return Ok(link.world());
+        }
+        let mut one = Tensor::from_vec(vec![u32::from(self.contribute)]);
+        link.all_reduce(one.bytes_mut(), DType::U32, RedOp::SUM)?;
+        Ok(route::count_of(DType::U32, one.bytes()))
+    }
 }
 
 /// How the contributors of a reduction become known.
@@ -67,6 +81,28 @@ fn scratch(dtype: DType, bytes: usize) -> Tensor {
     Tensor::zeros(dtype, bytes / dtype.size())
 }
 
+/// The scratch memory of a movement.
+#[derive(Default)]
+struct Scratch(Vec<Tensor>);
+
+impl Memory for Scratch {
+    fn queue(&self) -> Option<&Queue> {
+        None
+    }
+
+    fn take(&mut self, dtype: DType, bytes: usize) -> Result<Span> {
+        let mut tensor = scratch(dtype, bytes);
+        let span = Span::writing(tensor.bytes_mut());
+        self.0.push(tensor);
+        Ok(span)
+    }
+
+    fn copy(&self, from: Span, to: Span) -> Result<()> {
+        from.copy_to(to);
+        Ok(())
+    }
+}
+
 /// Runs `recipe`; the result is the number of contributors of a reduction, else 0.
 pub(crate) fn run(
     link: &Link,
@@ -84,7 +120,12 @@ pub(crate) fn run(
     if let Some(op) = recipe.reduction() {
         return Reduction::new(link, dtype, op, count)?.run(recipe, lent);
     }
-    let written = movement(link, recipe, dtype, lent)?;
+    let mut scratch = Scratch::default();
+    let mut moves = Moves {
+        link,
+        memory: &mut scratch,
+    };
+    let written = moves.run(recipe, dtype, lent)?;
     if dtype == DType::Bool {
         for index in written {
             for b in lent.bytes_mut(index) {
@@ -95,219 +136,12 @@ pub(crate) fn run(
     Ok(0)
 }
 
-/// Operations without arithmetic. Returns which tensors were written.
-fn movement(link: &Link, recipe: &Recipe, dtype: DType, lent: &mut Lent) -> Result<std::ops::Range<usize>> {
-    let (rank, world) = (link.rank() as usize, link.world() as usize);
-    let all = lent.len();
-    Ok(match recipe {
-        Recipe::Broadcast { root } => {
-            for i in 0..all {
-                link.broadcast(lent.bytes_mut(i), dtype, *root)?;
-            }
-            0..all
-        }
-        Recipe::AllGatherInto => {
-            for i in (0..all).step_by(2) {
-                let (from, into) = lent.pair(i, i + 1);
-                link.all_gather(from, into, dtype)?;
-            }
-            0..all
-        }
-        Recipe::AllGatherInPlace => {
-            for i in 0..all {
-                let whole = lent.bytes_mut(i);
-                // oneCCL's documentation of these calls knows no input within the output.
-                let mut own = scratch(dtype, whole.len() / world);
-                own.bytes_mut().copy_from_slice(own_part(whole, rank, world));
-                link.all_gather(own.bytes(), whole, dtype)?;
-            }
-            0..all
-        }
-        Recipe::AllGather => {
-            all_gather(link, dtype, lent, rank, world)?;
-            1..all
-        }
-        Recipe::Gather { root } => {
-            gather(link, dtype, lent, *root as usize)?;
-            1..all
-        }
-        Recipe::Scatter { root } => {
-            scatter(link, dtype, lent, *root as usize)?;
-            all.saturating_sub(1)..all
-        }
-        Recipe::AllToAll => {
-            all_to_all_lists(link, dtype, lent, world)?;
-            world..all
-        }
-        Recipe::AllToAllInto { sent, received } => {
-            let (from, into) = lent.pair(0, 1);
-            if sent.is_empty() && received.is_empty() {
-                link.all_to_all(from, into, dtype)?;
-            } else {
-                let bytes = |splits: &[usize], len: usize| {
-                    if splits.is_empty() {
-                        vec![len / world; world]
-                    } else {
-                        splits.iter().map(|n| n * dtype.size()).collect()
-                    }
-                };
-                let (sent, received) = (bytes(sent, from.len()), bytes(received, into.len()));
-                exchange(link, dtype, from, &sent, into, &received)?;
-            }
-            1..2
-        }
-        Recipe::Send { peer } => {
-            link.send(lent.bytes(0), dtype, *peer)?;
-            0..0
-        }
-        Recipe::Recv { peer } => {
-            link.recv(lent.bytes_mut(0), dtype, *peer)?;
-            0..1
-        }
-        other => return Err(internal(&format!("{other:?} is no movement"))),
-    })
-}
-
 /// This rank's part of what has one for each rank.
 fn own_part(whole: &mut [u8], rank: usize, world: usize) -> &mut [u8] {
     let bytes = whole.len() / world;
     whole
         .get_mut(rank * bytes..(rank + 1) * bytes)
         .unwrap_or_default()
-}
-
-fn all_gather(link: &Link, dtype: DType, lent: &mut Lent, rank: usize, world: usize) -> Result<()> {
-    let part = lent.bytes(0).len();
-    let even = (1..=world).all(|i| lent.bytes(i).len() == part);
-    if even {
-        let mut whole = scratch(dtype, part * world);
-        link.all_gather(lent.bytes(0), whole.bytes_mut(), dtype)?;
-        for (r, from) in whole.bytes().chunks(part.max(1)).enumerate() {
-            lent.bytes_mut(1 + r).copy_from_slice(from);
-        }
-        return Ok(());
-    }
-    let (from, into) = lent.pair(0, 1 + rank);
-    into.copy_from_slice(from);
-    for r in 0..world {
-        link.broadcast(lent.bytes_mut(1 + r), dtype, r as u32)?;
-    }
-    Ok(())
-}
-
-/// An exchange in which every rank sends to the root only.
-fn gather(link: &Link, dtype: DType, lent: &mut Lent, root: usize) -> Result<()> {
-    let (rank, world) = (link.rank() as usize, link.world() as usize);
-    let mut sent = vec![0; world];
-    if let Some(to_root) = sent.get_mut(root) {
-        *to_root = lent.bytes(0).len();
-    }
-    let received = match rank == root {
-        true => (1..=world).map(|i| lent.bytes(i).len()).collect(),
-        false => vec![0; world],
-    };
-    let mut whole = scratch(dtype, received.iter().sum());
-    exchange(link, dtype, lent.bytes(0), &sent, whole.bytes_mut(), &received)?;
-    let mut rest = whole.bytes();
-    for (i, n) in received.iter().enumerate().filter(|_| rank == root) {
-        let (part, tail) = rest.split_at(*n);
-        lent.bytes_mut(1 + i).copy_from_slice(part);
-        rest = tail;
-    }
-    Ok(())
-}
-
-/// An exchange in which every rank receives from the root only.
-fn scatter(link: &Link, dtype: DType, lent: &mut Lent, root: usize) -> Result<()> {
-    let (rank, world) = (link.rank() as usize, link.world() as usize);
-    let last = lent.len().saturating_sub(1);
-    let sent: Vec<usize> = match rank == root {
-        true => (0..world).map(|i| lent.bytes(i).len()).collect(),
-        false => vec![0; world],
-    };
-    let mut received = vec![0; world];
-    if let Some(from_root) = received.get_mut(root) {
-        *from_root = lent.bytes(last).len();
-    }
-    let mut whole = scratch(dtype, sent.iter().sum());
-    let mut rest = whole.bytes_mut();
-    for (i, n) in sent.iter().enumerate().filter(|_| rank == root) {
-        let (part, tail) = std::mem::take(&mut rest).split_at_mut(*n);
-        part.copy_from_slice(lent.bytes(i));
-        rest = tail;
-    }
-    exchange(link, dtype, whole.bytes(), &sent, lent.bytes_mut(last), &received)
-}
-
-/// Lists travel as one buffer each way.
-fn all_to_all_lists(link: &Link, dtype: DType, lent: &mut Lent, world: usize) -> Result<()> {
-    let lengths = |lent: &Lent, first: usize| {
-        (first..first + world)
-            .map(|i| lent.bytes(i).len())
-            .collect::<Vec<_>>()
-    };
-    let (sent, received) = (lengths(lent, 0), lengths(lent, world));
-    let mut out = scratch(dtype, sent.iter().sum());
-    let mut back = scratch(dtype, received.iter().sum());
-    let mut rest = out.bytes_mut();
-    for (i, n) in sent.iter().enumerate() {
-        let (part, tail) = std::mem::take(&mut rest).split_at_mut(*n);
-        part.copy_from_slice(lent.bytes(i));
-        rest = tail;
-    }
-    exchange(link, dtype, out.bytes(), &sent, back.bytes_mut(), &received)?;
-    let mut rest = back.bytes();
-    for (i, n) in received.iter().enumerate() {
-        let (part, tail) = rest.split_at(*n);
-        lent.bytes_mut(world + i).copy_from_slice(part);
-        rest = tail;
-    }
-    Ok(())
-}
-
-/// Parts of any length, in bytes.
-fn exchange(
-    link: &Link,
-    dtype: DType,
-    from: &[u8],
-    sent: &[usize],
-    into: &mut [u8],
-    received: &[usize],
-) -> Result<()> {
-    if link.has_all_to_all_v() {
-        return link.all_to_all_v(from, sent, into, received, dtype);
-    }
-    // Older libraries: pair by pair, all ranks in the same order of pairs, the lower rank sends first.
-    let (rank, world) = (link.rank() as usize, link.world() as usize);
-    let offset = |lengths: &[usize], r: usize| lengths.iter().take(r).sum::<usize>();
-    let part = |lengths: &[usize], r: usize| {
-        let at = offset(lengths, r);
-        at..at + lengths.get(r).copied().unwrap_or(0)
-    };
-    let missing = || internal("the splits do not fit the tensors");
-    let own = into.get_mut(part(received, rank)).ok_or_else(missing)?;
-    own.copy_from_slice(from.get(part(sent, rank)).ok_or_else(missing)?);
-    for low in 0..world {
-        for high in low + 1..world {
-            if rank != low && rank != high {
-                continue;
-            }
-            let peer = if rank == low { high } else { low };
-            for turn in [low, high] {
-                if turn == rank {
-                    link.send(
-                        from.get(part(sent, peer)).ok_or_else(missing)?,
-                        dtype,
-                        peer as u32,
-                    )?;
-                } else {
-                    let into = into.get_mut(part(received, peer)).ok_or_else(missing)?;
-                    link.recv(into, dtype, peer as u32)?;
-                }
-            }
-        }
-    }
-    Ok(())
 }
 
 /// One reduction, in whatever form.
@@ -348,21 +182,11 @@ impl<'a> Reduction<'a> {
         }
     }
 
-    /// The number of contributors, in a call of its own.
-    fn contributors(&self) -> Result<u32> {
-        if !self.count.counted {
-            return Ok(self.link.world());
-        }
-        let mut one = Tensor::from_vec(vec![u32::from(self.count.contribute)]);
-        self.link.all_reduce(one.bytes_mut(), DType::U32, RedOp::SUM)?;
-        Ok(route::count_of(DType::U32, one.bytes()))
-    }
-
     /// Before the data moves. `bytes`: the least that a rank gets of the result; a call that gives a rank nothing proves nothing.
     fn begin_count(&self, bytes: usize) -> Result<Counting<'a>> {
         match self.count.tally.filter(|_| self.count.counted && bytes > 0) {
             Some(tally) => Ok(Counting::Posted(tally, tally.post(self.count.contribute)?)),
-            None => self.contributors().map(Counting::Known),
+            None => self.count.contributors(self.link).map(Counting::Known),
         }
     }
 
@@ -487,7 +311,7 @@ impl<'a> Reduction<'a> {
     }
 
     fn reduce(&self, lent: &mut Lent, root: u32) -> Result<u32> {
-        let contributors = self.contributors()?;
+        let contributors = self.count.contributors(self.link)?;
         let is_root = self.link.rank() == root;
         let Some(route) = self.route else {
             let mut copy = lent.bytes(0).to_vec();

@@ -32,7 +32,7 @@ struct Span {
 // SAFETY: the memory is reachable through this one value only, and is kept alive by `Held` or leaked by it.
 unsafe impl Send for Lent {}
 
-/// Lends tensors. Those on a device have no bytes here, only a [`device_span`](Lent::device_span).
+/// Lends tensors. Those on a device have no bytes here, only a [`span`](Lent::span).
 pub(crate) fn lend(mut tensors: Vec<Tensor>) -> (Held, Lent) {
     let out = Arc::new(());
     let spans = tensors
@@ -77,7 +77,7 @@ impl Lent {
         self.spans.len()
     }
 
-    fn span(&self, index: usize) -> Span {
+    fn host(&self, index: usize) -> Span {
         let host = self.spans.get(index).copied().filter(|s| s.is_host);
         host.unwrap_or(Span {
             at: std::ptr::NonNull::dangling().as_ptr(),
@@ -86,24 +86,24 @@ impl Lent {
         })
     }
 
-    /// The memory of tensor `index` for commands of a device; empty for one that is not there. Valid for as long as self.
-    pub(crate) fn device_span(&self, index: usize) -> sycl::Span {
+    /// The memory of tensor `index` for calls, and for commands of a device; empty for one that is not there. Valid for as long as self.
+    pub(crate) fn span(&self, index: usize) -> sycl::Span {
         match self.spans.get(index) {
             Some(span) => sycl::Span::new(span.at, span.bytes),
-            None => sycl::Span::new(std::ptr::null_mut(), 0),
+            None => sycl::Span::EMPTY,
         }
     }
 
     /// The bytes of tensor `index`; empty for one that is not there.
     pub(crate) fn bytes(&self, index: usize) -> &[u8] {
-        let span = self.span(index);
+        let span = self.host(index);
         // SAFETY: see the type: valid for as long as self, and nothing else writes.
         unsafe { std::slice::from_raw_parts(span.at, span.bytes) }
     }
 
     /// The bytes of tensor `index` for writing.
     pub(crate) fn bytes_mut(&mut self, index: usize) -> &mut [u8] {
-        let span = self.span(index);
+        let span = self.host(index);
         // SAFETY: as above; &mut self is the only access.
         unsafe { std::slice::from_raw_parts_mut(span.at, span.bytes) }
     }
@@ -111,7 +111,7 @@ impl Lent {
     /// The bytes of one tensor, and those of another for writing. Two tensors of one call never overlap (validated); the
     /// same index twice gives an empty first part.
     pub(crate) fn pair(&mut self, from: usize, into: usize) -> (&[u8], &mut [u8]) {
-        let (a, b) = (self.span(from), self.span(into));
+        let (a, b) = (self.host(from), self.host(into));
         let a = if from == into { Span { bytes: 0, ..a } } else { a };
         // SAFETY: different tensors of one call do not overlap (`ftcore::validate`), and &mut self is the only access.
         unsafe {

@@ -49,6 +49,12 @@ unsafe impl Send for Span {}
 unsafe impl Sync for Span {}
 
 impl Span {
+    /// No memory. It is never given to a call.
+    pub(crate) const EMPTY: Self = Self {
+        at: std::ptr::null_mut(),
+        bytes: 0,
+    };
+
     /// Of memory that a [`Lent`](super::lent::Lent) or a tensor stands for.
     pub(super) fn new(at: *mut u8, bytes: usize) -> Self {
         Self { at, bytes }
@@ -82,6 +88,12 @@ impl Span {
     /// As C takes it.
     pub(super) fn pointer(self) -> *mut c_void {
         self.at.cast()
+    }
+
+    /// Copies as many bytes as both have. Both are host memory.
+    pub(crate) fn copy_to(self, to: Self) {
+        // SAFETY: both spans are alive (see Span) and long enough; they may overlap.
+        unsafe { std::ptr::copy(self.at, to.at, self.bytes.min(to.bytes)) };
     }
 
     /// The part that begins at byte `offset`; what would lie beyond the end is an error.

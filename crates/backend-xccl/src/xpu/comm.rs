@@ -88,7 +88,7 @@ impl Side {
 /// The scratch memory of one operation, given back to the device when nothing uses it any more.
 pub(crate) struct Scratch<'a> {
     side: &'a Side,
-    queue: &'a Queue,
+    pub(super) queue: &'a Queue,
     blocks: Vec<Block>,
     /// Whether everything on the queue is known to be done.
     pub(crate) is_idle: bool,
@@ -104,7 +104,7 @@ impl<'a> Scratch<'a> {
         }
     }
 
-    /// Device memory with undefined contents.
+    /// Device memory with undefined contents, aligned for every dtype.
     pub(crate) fn take(&mut self, bytes: usize) -> Result<Span> {
         let block = Block::new(&self.side.xpu, Usm::Device, bytes)?;
         let span = block.span();
