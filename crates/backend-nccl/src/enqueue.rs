@@ -166,44 +166,46 @@ impl Job<'_> {
             Collective::AllReduce { tensors, op } => {
                 let spans = tensors
                     .iter()
-                    .map(|t| (Span::of(t), Span::of(t), t.count()))
+                    .map(|t| (Span::of(t), Some(Span::of(t)), t.count()))
                     .collect();
                 self.reduction(
                     *op,
                     dtype_of(tensors.first()),
                     contribute,
                     spans,
-                    true,
                     |calls, r, at, s| calls.all_reduce(at.from, at.to, at.count, r.element, r.op, s),
                 )
             }
             Collective::Reduce { tensor, op, root } => {
-                let spans = vec![(Span::of(tensor), Span::of(tensor), tensor.count())];
+                let data = Span::of(tensor);
                 let is_root = self.shared.place.rank == *root;
-                self.reduction(
-                    *op,
-                    tensor.dtype(),
-                    contribute,
-                    spans,
-                    is_root,
-                    |calls, r, at, s| calls.reduce(at.from, at.to, at.count, r.element, r.op, *root, s),
-                )
+                let spans = vec![(data, is_root.then_some(data), tensor.count())];
+                self.reduction(*op, tensor.dtype(), contribute, spans, |calls, r, at, s| {
+                    calls.reduce(at.from, at.to, at.count, r.element, r.op, *root, s)
+                })
             }
             Collective::ReduceScatter { inputs, output, op } => {
-                let own = self.shared.place.rank as usize;
+                let own = self.shared.place.rank;
                 let out = Span::of(output);
-                let spans = inputs.iter().map(|i| (Span::of(i), out, i.count())).collect();
-                // One reduction per part, each with its owner as the root.
-                self.rooted_parts(*op, output.dtype(), contribute, spans, own)
+                let spans = (0u32..).zip(inputs);
+                let spans = spans.map(|(owner, i)| (Span::of(i), (owner == own).then_some(out), i.count()));
+                // One reduction per part, each of any size with its owner as the root.
+                self.reduction(
+                    *op,
+                    output.dtype(),
+                    contribute,
+                    spans.collect(),
+                    |calls, r, at, s| calls.reduce(at.from, at.to, at.count, r.element, r.op, at.index, s),
+                )
             }
             Collective::ReduceScatterInto { pairs, op } => {
                 let spans = pairs
                     .iter()
-                    .map(|(i, o)| (Span::of(i), Span::of(o), i.count()))
+                    .map(|(i, o)| (Span::of(i), Some(Span::of(o)), i.count()))
                     .collect();
                 let world = self.shared.place.world as usize;
                 let d = dtype_of(pairs.first().map(|p| &p.0));
-                self.reduction(*op, d, contribute, spans, true, move |calls, r, at, s| {
+                self.reduction(*op, d, contribute, spans, move |calls, r, at, s| {
                     calls.reduce_scatter(at.from, at.to, at.count / world, r.element, r.op, s)
                 })
             }
@@ -211,9 +213,11 @@ impl Job<'_> {
                 let (rank, world) = (self.shared.place.rank as usize, self.shared.place.world as usize);
                 let parts = movement::own_parts(tensors, rank, world)?;
                 let spans = tensors.iter().zip(parts);
-                let spans = spans.map(|(t, (own, whole))| (whole, own, t.count())).collect();
+                let spans = spans
+                    .map(|(t, (own, whole))| (whole, Some(own), t.count()))
+                    .collect();
                 let d = dtype_of(tensors.first());
-                self.reduction(*op, d, contribute, spans, true, move |calls, r, at, s| {
+                self.reduction(*op, d, contribute, spans, move |calls, r, at, s| {
                     calls.reduce_scatter(at.from, at.to, at.count / world, r.element, r.op, s)
                 })
             }
@@ -347,41 +351,48 @@ impl Job<'_> {
             .ok_or_else(|| Error::invalid("the elements are not floats"))
     }
 
-    /// A reduction of `spans` (input, output, elements of the input). `writes`: this rank gets a result.
+    /// A reduction of `spans` (input, output if this rank gets the result, elements of the input).
     fn reduction(
         &self,
         op: ReduceOp,
         d: DType,
         contribute: bool,
-        spans: Vec<(Span, Span, usize)>,
-        writes: bool,
+        spans: Vec<(Span, Option<Span>, usize)>,
         call: impl Fn(&Calls<'_>, &Reduction, Wire, StreamHandle) -> Result<()>,
     ) -> Result<()> {
         let r = self.plan(op, d, contribute)?;
         let mut wires = Vec::new();
         let mut finish: Finish = Vec::new();
-        for (from, to, count) in spans {
-            let outputs = to.bytes() / d.size();
+        for (index, (from, to, count)) in (0u32..).zip(spans) {
             // What is in the other ranks' parts of a reduce-scatter in place is undefined afterwards.
-            let same = from == to || self.kind == OpKind::ReduceScatterInPlace;
-            let wire_from = self.wire_input(&r, from, count, contribute, same && writes)?;
-            let keyed = matches!(r.before, Before::Key(_));
-            let wire_to = match (writes, keyed) {
-                (true, true) => self.scratch(outputs * r.wire.size())?,
-                (true, false) => to,
+            let same = to == Some(from) || self.kind == OpKind::ReduceScatterInPlace;
+            let wire_from = self.wire_input(&r, from, count, contribute, same)?;
+            let wire_to = match to {
+                Some(to) => {
+                    let outputs = to.bytes() / d.size();
+                    let wire = match r.before {
+                        Before::Key(_) => self.scratch(outputs * r.wire.size())?,
+                        _ => to,
+                    };
+                    self.finishing(&r, d, wire, to, outputs, &mut finish)?;
+                    wire
+                }
                 // Not written on this rank, but NCCL wants an address.
-                (false, _) => wire_from,
+                None => wire_from,
             };
-            if writes {
-                self.finishing(&r, d, wire_to, to, outputs, &mut finish)?;
-            }
             wires.push(Wire {
                 from: wire_from,
                 to: wire_to,
                 count,
+                index,
             });
-            let ring = self.share(count * d.size()) as u64;
-            self.shared.counters.add(ring, ring);
+            let bytes = count * d.size();
+            let (sent, received) = match self.kind {
+                OpKind::ReduceScatter if to.is_some() => (0, 0),
+                OpKind::ReduceScatter => (bytes, 0),
+                _ => (self.share(bytes), self.share(bytes)),
+            };
+            self.traffic(sent, received);
         }
         let done = self.counted(
             contribute,
@@ -422,55 +433,6 @@ impl Job<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Parts of different sizes, each reduced to its owner.
-    fn rooted_parts(
-        &self,
-        op: ReduceOp,
-        d: DType,
-        contribute: bool,
-        spans: Vec<(Span, Span, usize)>,
-        own: usize,
-    ) -> Result<()> {
-        let r = self.plan(op, d, contribute)?;
-        let keyed = matches!(r.before, Before::Key(_));
-        let mut wires = Vec::new();
-        let mut finish: Finish = Vec::new();
-        for (owner, (from, to, count)) in spans.into_iter().enumerate() {
-            let wire_from = self.wire_input(&r, from, count, contribute, false)?;
-            let mine = owner == own;
-            let wire_to = match (mine, keyed) {
-                (true, true) => self.scratch(count * r.wire.size())?,
-                (true, false) => to,
-                (false, _) => wire_from,
-            };
-            if mine {
-                self.finishing(&r, d, wire_to, to, count, &mut finish)?;
-            }
-            wires.push(Wire {
-                from: wire_from,
-                to: wire_to,
-                count,
-            });
-            let sent = count * d.size() * usize::from(!mine);
-            self.shared.counters.add(sent as u64, 0);
-        }
-        let done = self.counted(
-            contribute,
-            |calls, s| {
-                (0u32..)
-                    .zip(&wires)
-                    .filter(|(_, w)| w.count > 0)
-                    .try_for_each(|(owner, w)| calls.reduce(w.from, w.to, w.count, r.element, r.op, owner, s))
-            },
-            finish,
-            true,
-        );
-        if r.made {
-            self.shared.comm.drop_op(r.op);
-        }
-        done
     }
 
     /// One group of `calls`, with the number of contributors reduced beside them if this is a reduction that counts, and `finish`
@@ -537,6 +499,8 @@ struct Wire {
     from: Span,
     to: Span,
     count: usize,
+    /// Which tensor of the operation it is.
+    index: u32,
 }
 
 fn dtype_of(tensor: Option<&Tensor>) -> DType {

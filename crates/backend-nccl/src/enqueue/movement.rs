@@ -24,6 +24,15 @@ pub(super) fn own_parts(tensors: &[Tensor], rank: usize, world: usize) -> Result
     tensors.iter().map(of_one).collect()
 }
 
+/// `whole` for the rank `with`, and nothing for the others.
+fn only(whole: Span, with: u32, world: usize) -> Vec<Span> {
+    let mut parts = vec![Span::EMPTY; world];
+    if let Some(part) = parts.get_mut(with as usize) {
+        *part = whole;
+    }
+    parts
+}
+
 /// The parts of `whole` as `splits` (in elements; empty: even) cut it.
 fn cut(whole: &Tensor, splits: &[usize], world: usize) -> Result<Vec<Span>> {
     let size = whole.dtype().size();
@@ -75,61 +84,20 @@ impl Job<'_> {
             }
             Collective::AllGatherInto { pairs } => {
                 let list: Vec<(Span, Span)> = pairs.iter().map(|(i, o)| (Span::of(i), Span::of(o))).collect();
-                let total: usize = list.iter().map(|(i, _)| i.bytes() * (world - 1)).sum();
-                self.traffic(total, total);
-                let outputs: Vec<Span> = list.iter().map(|(_, o)| *o).collect();
-                let d = dtype_of(pairs.first().map(|p| &p.0));
-                self.moved(arrived(d, &outputs), |calls| {
-                    list.iter()
-                        .filter(|(i, _)| i.bytes() > 0)
-                        .try_for_each(|(i, o)| calls.all_gather(*i, *o, i.bytes(), dtype::UINT8, self.stream))
-                })
+                self.all_gather(dtype_of(pairs.first().map(|p| &p.0)), &list)
             }
+            // NCCL knows the call as in place by the address of the part.
             Collective::AllGatherInPlace { tensors } => {
-                let list = own_parts(tensors, rank, world)?;
-                let total: usize = list.iter().map(|(own, _)| own.bytes() * (world - 1)).sum();
-                self.traffic(total, total);
-                let wholes: Vec<Span> = list.iter().map(|(_, whole)| *whole).collect();
-                // NCCL knows the call as in place by the address of the part.
-                self.moved(arrived(dtype_of(tensors.first()), &wholes), |calls| {
-                    list.iter()
-                        .filter(|(own, _)| own.bytes() > 0)
-                        .try_for_each(|(own, whole)| {
-                            calls.all_gather(*own, *whole, own.bytes(), dtype::UINT8, self.stream)
-                        })
-                })
+                self.all_gather(dtype_of(tensors.first()), &own_parts(tensors, rank, world)?)
             }
+            // Exchanges in which every rank sends to the root only, or receives from it only. The others' list is empty.
             Collective::Gather { input, outputs, root } => {
-                let (own, list) = (Span::of(input), spans(outputs));
-                if place.rank == *root {
-                    self.traffic(0, list.iter().map(|s| s.bytes()).sum::<usize>() - own.bytes());
-                    self.own_part(own, list.get(rank))?;
-                } else {
-                    self.traffic(own.bytes(), 0);
-                }
-                self.moved(arrived(input.dtype(), &list), |calls| {
-                    if place.rank != *root {
-                        return self.send(calls, own, *root);
-                    }
-                    self.each_other(&list, |r, to| self.receive(calls, to, r))
-                })
+                let from = only(Span::of(input), *root, world);
+                self.exchange(input.dtype(), &from, &spans(outputs))
             }
             Collective::Scatter { inputs, output, root } => {
-                let (own, list) = (Span::of(output), spans(inputs));
-                if place.rank == *root {
-                    self.traffic(list.iter().map(|s| s.bytes()).sum::<usize>() - own.bytes(), 0);
-                    if let Some(from) = list.get(rank) {
-                        self.own_part(*from, Some(&own))?;
-                    }
-                } else {
-                    self.traffic(0, own.bytes());
-                }
-                self.moved(arrived(output.dtype(), &[own]), |calls| {
-                    if place.rank != *root {
-                        return self.receive(calls, own, *root);
-                    }
-                    self.each_other(&list, |r, from| self.send(calls, from, r))
-                })
+                let to = only(Span::of(output), *root, world);
+                self.exchange(output.dtype(), &spans(inputs), &to)
             }
             Collective::AllToAll { inputs, outputs } => self.exchange(
                 inputs.first().map_or(DType::U8, Tensor::dtype),
@@ -153,7 +121,7 @@ impl Job<'_> {
         }
     }
 
-    fn traffic(&self, sent: usize, received: usize) {
+    pub(super) fn traffic(&self, sent: usize, received: usize) {
         self.shared.counters.add(sent as u64, received as u64);
     }
 
@@ -162,11 +130,19 @@ impl Job<'_> {
         self.counted(true, |c, _| calls(c), finish, false)
     }
 
-    fn own_part(&self, from: Span, to: Option<&Span>) -> Result<()> {
-        match to {
-            Some(to) => self.shared.gpu.driver.copy(from, *to, self.stream),
-            None => Ok(()),
-        }
+    /// Gathers the first of each pair into the second.
+    fn all_gather(&self, d: DType, list: &[(Span, Span)]) -> Result<()> {
+        let others = self.shared.place.world as usize - 1;
+        let total: usize = list.iter().map(|(from, _)| from.bytes() * others).sum();
+        self.traffic(total, total);
+        let outputs: Vec<Span> = list.iter().map(|(_, into)| *into).collect();
+        self.moved(arrived(d, &outputs), |calls| {
+            list.iter()
+                .filter(|(from, _)| from.bytes() > 0)
+                .try_for_each(|(from, into)| {
+                    calls.all_gather(*from, *into, from.bytes(), dtype::UINT8, self.stream)
+                })
+        })
     }
 
     fn send(&self, calls: &Calls<'_>, from: Span, peer: u32) -> Result<()> {
@@ -195,8 +171,8 @@ impl Job<'_> {
         let bytes = |list: &[Span]| -> usize { list.iter().map(|s| s.bytes()).sum() };
         let own = from.get(rank).map_or(0, |s| s.bytes());
         self.traffic(bytes(from) - own, bytes(to) - own);
-        if let Some(from) = from.get(rank) {
-            self.own_part(*from, to.get(rank))?;
+        if let (Some(from), Some(to)) = (from.get(rank), to.get(rank)) {
+            self.shared.gpu.driver.copy(*from, *to, self.stream)?;
         }
         self.moved(arrived(d, to), |calls| {
             self.each_other(from, |r, span| self.send(calls, span, r))?;

@@ -15,6 +15,9 @@ pub(crate) struct Span {
 }
 
 impl Span {
+    /// No memory.
+    pub(crate) const EMPTY: Self = Self { address: 0, bytes: 0 };
+
     /// The memory of a tensor.
     pub(crate) fn of(tensor: &Tensor) -> Self {
         Self {
