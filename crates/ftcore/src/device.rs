@@ -270,7 +270,7 @@ impl Accelerator for CpuAccelerator {
 }
 
 /// For [`Accelerator::copy_in`] and [`Accelerator::copy_out`]: both sides must have the same number of bytes.
-fn same_length(from: usize, to: usize) -> Result<()> {
+pub fn same_length(from: usize, to: usize) -> Result<()> {
     if from == to {
         Ok(())
     } else {

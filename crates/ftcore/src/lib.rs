@@ -57,7 +57,7 @@ pub use deadline::{deadline_in, later, time_left};
 pub use descriptors::{accept_failure, raise_descriptor_limit};
 pub use device::{
     Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, StaticAccelerator, Stream, accelerator,
-    register_accelerator,
+    register_accelerator, same_length,
 };
 pub use dtype::{Bool, DType, Element, F8E4M3, F8E5M2};
 pub use epoch::{Epoch, Step};

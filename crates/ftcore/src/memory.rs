@@ -86,6 +86,11 @@ fn count_of(dtype: DType, shape: &[usize]) -> Result<usize> {
 }
 
 impl Tensor {
+    /// How many bytes a tensor of `shape` has. `InvalidArgument` for one of more elements than fit in memory.
+    pub fn bytes_of(dtype: DType, shape: &[usize]) -> Result<usize> {
+        Ok(count_of(dtype, shape)? * dtype.size())
+    }
+
     /// A one-dimensional host tensor of `data`, without a copy.
     pub fn from_vec<T: Element>(data: Vec<T>) -> Self {
         let mut data = ManuallyDrop::new(data);

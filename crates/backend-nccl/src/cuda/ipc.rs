@@ -7,7 +7,9 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ftcore::{Crossing, DType, DeviceKind, Error, Event, Result, StaticCrossing, Stream, Tensor};
+use ftcore::{
+    Crossing, DType, DeviceKind, Error, Event, Result, StaticCrossing, Stream, Tensor, same_length,
+};
 
 use super::accelerator::handle_of;
 use super::event::{CudaEvent, Origin};
@@ -94,7 +96,7 @@ impl Crossing for CudaCrossing {
         shape: &[usize],
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Tensor> {
-        let bytes = shape.iter().try_fold(dtype.size(), |a, &d| a.checked_mul(d));
+        let bytes = Tensor::bytes_of(dtype, shape).ok();
         let part = bytes.and_then(|bytes| Span::of(whole).part(offset, bytes));
         let part = part.filter(|_| offset.is_multiple_of(dtype.size()));
         let part = part.ok_or_else(|| {
@@ -108,13 +110,7 @@ impl Crossing for CudaCrossing {
     }
 
     fn copy(&self, from: &Tensor, to: &mut Tensor, stream: &dyn Stream) -> Result<()> {
-        if from.byte_len() != to.byte_len() {
-            return Err(Error::invalid(format!(
-                "{} bytes cannot be copied into {}",
-                from.byte_len(),
-                to.byte_len()
-            )));
-        }
+        same_length(from.byte_len(), to.byte_len())?;
         let (gpu, handle) = handle_of(stream)?;
         if let Some(other) = [from.device(), to.device()]
             .into_iter()

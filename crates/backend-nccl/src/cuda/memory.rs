@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{DType, Error, Event, Result, Tensor, deadline_in};
+use ftcore::{DType, Event, Result, Tensor, deadline_in, same_length};
 
 use super::event::CudaEvent;
 use super::gpu::Gpu;
@@ -61,21 +61,8 @@ impl Drop for Block {
 
 /// A tensor on `gpu` with undefined contents.
 pub(crate) fn tensor(gpu: &Arc<Gpu>, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-    let bytes = shape
-        .iter()
-        .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
-        .filter(|b| isize::try_from(*b).is_ok())
-        .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
-    let block = Block::new(gpu, bytes)?;
+    let block = Block::new(gpu, Tensor::bytes_of(dtype, shape)?)?;
     raw::tensor(block.span, dtype, shape, gpu.device(), Box::new(block))
-}
-
-fn same_length(from: usize, to: usize) -> Result<()> {
-    if from == to {
-        Ok(())
-    } else {
-        Err(Error::invalid(format!("{from} bytes cannot be copied into {to}")))
-    }
 }
 
 /// Copies host bytes into a tensor in the order of `stream`; `from` may be reused when this returns.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ftcore::{DType, Device, Error, Result, Tensor};
+use ftcore::{DType, Device, Error, Result, Tensor, same_length};
 
 use super::device::Xpu;
 use super::event::XpuEvent;
@@ -43,25 +43,12 @@ impl Drop for Block {
 
 /// A tensor with undefined contents. Host memory is the CPU's to name; the other kinds are the device's.
 pub(crate) fn tensor(xpu: &Arc<Xpu>, kind: Usm, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-    let bytes = shape
-        .iter()
-        .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
-        .filter(|b| isize::try_from(*b).is_ok())
-        .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
-    let block = Block::new(xpu, kind, bytes)?;
+    let block = Block::new(xpu, kind, Tensor::bytes_of(dtype, shape)?)?;
     let device = match kind {
         Usm::Host => Device::CPU,
         Usm::Device | Usm::Shared => xpu.device(),
     };
     sycl::tensor(block.span, dtype, shape, device, Box::new(block))
-}
-
-fn same_length(from: usize, to: usize) -> Result<()> {
-    if from == to {
-        Ok(())
-    } else {
-        Err(Error::invalid(format!("{from} bytes cannot be copied into {to}")))
-    }
 }
 
 /// Notes that `tensor` is in use until `event`. Memory that is not one of ours could be freed by its owner before: then this waits.
