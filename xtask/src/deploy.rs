@@ -7,35 +7,33 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 
-use crate::deny::cache;
 use crate::metadata::Metadata;
 use crate::process::{self, Output};
 use crate::tidy::files_below;
 use crate::venv;
 
 /// With the schemas of Kubernetes 1.37, so that no network is needed.
-const REQUIREMENTS: &str = "\
-attrs==26.1.0
-importlib_resources==7.1.0
-jsonschema==4.26.0
-jsonschema-specifications==2025.9.1
-kubernetes-validate==1.37.0
-packaging==26.4
-PyYAML==6.0.4
-referencing==0.37.0
-rpds-py==2026.9.1
-typing_extensions==4.16.0
-";
+const REQUIREMENTS: &[&str] = &[
+    "attrs==26.1.0",
+    "importlib_resources==7.1.0",
+    "jsonschema==4.26.0",
+    "jsonschema-specifications==2025.9.1",
+    "kubernetes-validate==1.37.0",
+    "packaging==26.4",
+    "PyYAML==6.0.4",
+    "referencing==0.37.0",
+    "rpds-py==2026.9.1",
+    "typing_extensions==4.16.0",
+];
 
-const INSTALL_LIMIT: Duration = Duration::from_secs(5 * 60);
 const CHECK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Checks the files. True if all are as they should be.
 pub(crate) fn check() -> Result<bool> {
     let metadata = Metadata::read()?;
     let folder = metadata.workspace_root.join("deploy");
-    let tools = cache(&metadata).join("kubernetes-validate-1.37.0");
-    venv::environment(&tools, REQUIREMENTS, &[], INSTALL_LIMIT)?;
+    let notice = "deploy: fetching the schemas of Kubernetes (once)";
+    let tools = venv::environment("python-kubernetes-validate-1.37.0", notice, REQUIREMENTS, &[])?;
     let mut validate = Command::new(tools.join("bin/kubernetes-validate"));
     validate.args(["--strict", "--quiet"]);
     let mut read = Command::new("bash");

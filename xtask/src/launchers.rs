@@ -2,21 +2,21 @@
 
 use anyhow::{Result, bail};
 
-use crate::venv::{MPICH, OPEN_MPI};
-use crate::wheels::{self, is_program};
+use crate::venv::{MPICH, OPEN_MPI, alone};
+use crate::wheels::is_program;
 use crate::{debian, matrix, python};
 
 /// Slurm's daemons and tools, and what it proves identities with.
 const SLURM: [&str; 2] = ["munge", "slurm-wlm"];
 
 pub(crate) fn mpich() -> Result<matrix::Environment> {
-    let folder = MPICH.install(&wheels::cache()?)?;
+    let folder = alone(&MPICH)?;
     let mpiexec = folder.join("bin/mpiexec").display().to_string();
     Ok(vec![("OXCCL_TEST_MPICH".to_owned(), mpiexec)])
 }
 
 pub(crate) fn open_mpi() -> Result<matrix::Environment> {
-    let folder = OPEN_MPI.install(&wheels::cache()?)?;
+    let folder = alone(&OPEN_MPI)?;
     let mpirun = folder.join("bin/mpirun").display().to_string();
     Ok(vec![("OXCCL_TEST_OPEN_MPI".to_owned(), mpirun)])
 }

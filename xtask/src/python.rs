@@ -8,13 +8,13 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::libtest::Tally;
 use crate::metadata::cargo_command;
-use crate::wheels::{self, Place, Unfetched, quietly};
+use crate::venv::{environment, install};
+use crate::wheels::{self, Place, Unfetched};
 
 /// Pinned: what they complain about differs between versions. NumPy is the newest that this Python can have.
 const REQUIREMENTS: &[&str] = &[
@@ -26,7 +26,6 @@ const REQUIREMENTS: &[&str] = &[
     "ruff==0.17.6",
     "typing_extensions==4.16.0",
 ];
-const INSTALL_LIMIT: Duration = Duration::from_secs(15 * 60);
 /// The oldest Python that the package runs on.
 pub(crate) const OLDEST: u32 = 10;
 
@@ -70,14 +69,12 @@ const JAX: &[&str] = &[
 
 /// JAX in the cache; made on the first call, found by later ones.
 fn prepare_jax() -> Result<PathBuf> {
-    let place = Place {
-        folder: &format!("python-jax-3{}", minor_version()?),
-        recipe: &JAX.join(" "),
-        notice: "python: fetching JAX for its example (125 MB, once; 530 MB on disk)",
-    };
-    wheels::make_once(&place, |fresh| {
-        install(fresh, JAX, &["--no-deps", "--no-cache-dir"])
-    })
+    environment(
+        &format!("python-jax-3{}", minor_version()?),
+        "python: fetching JAX for its example (125 MB, once; 530 MB on disk)",
+        JAX,
+        &["--no-deps", "--no-cache-dir"],
+    )
 }
 
 /// The Python that has torch, if [`prepare_torch`] was called here once.
@@ -105,28 +102,6 @@ pub(crate) fn prepare_torch() -> Result<PathBuf> {
     })
 }
 
-/// Installs what `requirements` name into the environment of Python in `fresh`, which is made first if there is none.
-pub(crate) fn install(fresh: &Path, requirements: &[&str], extra: &[&str]) -> Result<()> {
-    let log = fresh.join("install.log");
-    if !fresh.join("bin/python").exists() {
-        let mut venv = Command::new("python3");
-        venv.args(["-m", "venv"]).arg(fresh);
-        quietly("python3 -m venv", &mut venv, INSTALL_LIMIT, &log)?;
-    }
-    let mut pip = Command::new(fresh.join("bin/python"));
-    pip.args([
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--only-binary",
-        ":all:",
-    ])
-    .args(extra)
-    .args(requirements);
-    wheels::fetch(&mut pip, &log)
-}
-
 /// The environment in the cache; made on the first call, found by later ones.
 pub(crate) fn prepare() -> Result<PathBuf> {
     if !wheels::is_program("python3") {
@@ -136,15 +111,16 @@ pub(crate) fn prepare() -> Result<PathBuf> {
     if minor < OLDEST {
         bail!("python3 is 3.{minor}; the package needs 3.{OLDEST}");
     }
-    let place = Place {
-        folder: &format!("python-tools-3{minor}"),
-        recipe: &REQUIREMENTS.join(" "),
-        notice: "python: fetching the tools of the Python package (60 MB, once)",
-    };
-    wheels::make_once(&place, |fresh| install(fresh, REQUIREMENTS, &[]))
+    environment(
+        &format!("python-tools-3{minor}"),
+        "python: fetching the tools of the Python package (60 MB, once)",
+        REQUIREMENTS,
+        &[],
+    )
 }
 
-fn minor_version() -> Result<u32> {
+/// The minor version of python3.
+pub(crate) fn minor_version() -> Result<u32> {
     let said = Command::new("python3")
         .args(["-c", "import sys; print(sys.version_info.minor)"])
         .output()

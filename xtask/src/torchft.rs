@@ -2,10 +2,10 @@
 //! and servers is kept. It needs no torch. There is one wheel for each version of Python.
 
 use std::path::PathBuf;
-use std::process::Command;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 
+use crate::python;
 use crate::wheels::{self, Place, Wheel};
 
 pub(crate) const VERSION: &str = "0.2.0";
@@ -36,7 +36,7 @@ const WHEELS: [(u32, &str); 5] = [
 /// The folder for `OXCCL_TORCHFT_PATH`; made on the first call, found by later ones.
 pub(crate) fn prepare() -> Result<PathBuf> {
     wheels::needs("python3", "torchft runs in it")?;
-    let minor = python()?;
+    let minor = python::minor_version()?;
     let (_, sha256) = WHEELS
         .into_iter()
         .find(|(m, _)| *m == minor)
@@ -52,18 +52,6 @@ pub(crate) fn prepare() -> Result<PathBuf> {
         sha256,
     };
     wheels::kept(&place, &wheel, &[".so=_torchft.so"])
-}
-
-/// The minor version of python3.
-fn python() -> Result<u32> {
-    let said = Command::new("python3")
-        .args(["-c", "import sys; print(sys.version_info.minor)"])
-        .output()
-        .context("cannot start python3")?;
-    let text = String::from_utf8_lossy(&said.stdout);
-    text.trim()
-        .parse()
-        .map_err(|_| anyhow!("python3 does not say its version but {text:?}"))
 }
 
 #[cfg(test)]

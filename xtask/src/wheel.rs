@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::metadata::Metadata;
-use crate::python::{self, install};
-use crate::wheels::{self, Place, quietly};
+use crate::wheels::quietly;
+use crate::{python, venv};
 
 /// The C compiler and linker that know the old glibc's symbols.
 const ZIG: &str = "ziglang==0.17.1";
@@ -56,14 +56,8 @@ fn build(root: &Path, target: &Path) -> Result<PathBuf> {
         bail!("the wheel is built on Linux on x86-64");
     }
     let tools = python::prepare()?;
-    let zig = wheels::make_once(
-        &Place {
-            folder: "python-zig",
-            recipe: ZIG,
-            notice: "wheel: fetching zig, which links against an old glibc (90 MB, once)",
-        },
-        |fresh| install(fresh, &[ZIG], &[]),
-    )?;
+    let notice = "wheel: fetching zig, which links against an old glibc (90 MB, once)";
+    let zig = venv::environment("python-zig", notice, &[ZIG], &[])?;
     let own = target.join("wheel");
     let built = own.join("built");
     let _ = fs::remove_dir_all(&built);

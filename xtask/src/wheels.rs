@@ -1,6 +1,6 @@
 //! Vendor libraries out of PyPI's wheels, for tests: pinned by version and hash, fetched once into the user's cache folder.
 //!
-//! [`make_once`] makes a folder beside its place and moves it there whole; a lock lets several runs wait for one.
+//! [`make_once`] makes a folder that counts once it is whole; a lock lets several runs wait for one.
 //! Inside it, [`download`] fetches wheels with pip, which checks their hashes, and [`unpack`] takes single files out of one.
 //! The libraries' licences forbid shipping them, so nothing of them enters the repository.
 
@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::deny::reason;
+use crate::metadata::Metadata;
 use crate::process::{self, Output};
 
 /// Hundreds of megabytes over a slow line.
@@ -81,13 +81,14 @@ pub(crate) struct Place<'a> {
     pub(crate) notice: &'a str,
 }
 
-/// oxccl's folder in the user's cache.
+/// oxccl's folder in the user's cache; without a user's, one below the target directory.
 pub(crate) fn cache() -> Result<PathBuf> {
     let named = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let user = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|h| h.join(".cache")));
-    let cache = user
-        .ok_or_else(|| anyhow!("neither XDG_CACHE_HOME nor HOME is set"))?
-        .join("oxccl");
+    let cache = match user {
+        Some(user) => user.join("oxccl"),
+        None => Metadata::read()?.target_directory.join("xtask/cache"),
+    };
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
     Ok(cache)
 }
@@ -102,7 +103,7 @@ fn is_complete(folder: &Path, recipe: &str) -> bool {
     fs::read_to_string(folder.join("RECIPE")).is_ok_and(|r| r == recipe)
 }
 
-/// The folder of `place`: found, or filled by `build`, which gets an empty folder that is moved to its place afterwards.
+/// The folder of `place`: found, or filled by `build`, which gets it empty. What an interrupted `build` left has no recipe, and is made anew.
 pub(crate) fn make_once(place: &Place<'_>, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let cache = cache()?;
     let folder = cache.join(place.folder);
@@ -114,16 +115,12 @@ pub(crate) fn make_once(place: &Place<'_>, build: impl FnOnce(&Path) -> Result<(
         return Ok(folder);
     }
     println!("{}", place.notice);
-    let fresh = cache.join(format!("{}.{}", place.folder, std::process::id()));
-    let _ = fs::remove_dir_all(&fresh);
-    fs::create_dir_all(&fresh).with_context(|| format!("cannot make {}", fresh.display()))?;
-    let made = build(&fresh).and_then(|()| {
-        fs::write(fresh.join("RECIPE"), place.recipe).context("cannot write RECIPE")?;
-        let _ = fs::remove_dir_all(&folder);
-        fs::rename(&fresh, &folder).with_context(|| format!("cannot move it to {}", folder.display()))
-    });
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let made = build(&folder)
+        .and_then(|()| fs::write(folder.join("RECIPE"), place.recipe).context("cannot write RECIPE"));
     if made.is_err() {
-        let _ = fs::remove_dir_all(&fresh);
+        let _ = fs::remove_dir_all(&folder);
     }
     made.map(|()| folder)
 }
@@ -251,6 +248,14 @@ pub(crate) fn on_path(names: &[&str]) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
+/// The innermost cause that an error report names, which is its last line that is not empty.
+pub(crate) fn reason(text: &str) -> Option<String> {
+    text.lines()
+        .map(str::trim)
+        .rfind(|l| !l.is_empty())
+        .map(str::to_owned)
+}
+
 /// Runs a command with its output in `log`, of which the last line becomes the error.
 pub(crate) fn quietly(what: &str, command: &mut Command, limit: Duration, log: &Path) -> Result<()> {
     let finished = process::run(command, limit, Output::Log(log), |_| {})?;
@@ -264,6 +269,15 @@ pub(crate) fn quietly(what: &str, command: &mut Command, limit: Duration, log: &
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_reason_is_the_last_line_that_says_something() {
+        assert_eq!(
+            reason("a\n  caused by: no host\n\n").as_deref(),
+            Some("caused by: no host")
+        );
+        assert_eq!(reason("\n \n"), None);
+    }
 
     #[test]
     fn what_is_not_on_the_path_is_not_found() {

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use super::operations::{Calls, Operation, Point, same_sizes};
 use super::programs::Program;
-use crate::deny;
 use crate::process::{self, Output};
+use crate::wheels;
 
 /// A run takes seconds, PyTorch's half a minute; more than this is a hang.
 const LIMIT: Duration = Duration::from_secs(5 * 60);
@@ -154,7 +154,7 @@ pub(super) fn output(command: &mut Command, scratch: &Path) -> Result<String> {
         let said = fs::read_to_string(&errors).unwrap_or_default();
         // What clap refuses stands first, and below it how to get help.
         let refused = said.lines().find(|line| line.starts_with("error: "));
-        let why = refused.map(str::to_owned).or_else(|| deny::reason(&said));
+        let why = refused.map(str::to_owned).or_else(|| wheels::reason(&said));
         bail!("{}: {}", finished.describe(), why.unwrap_or_default());
     }
     if !left.is_empty() {

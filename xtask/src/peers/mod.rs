@@ -108,7 +108,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<bool> {
     let mut programs = Vec::new();
     for which in Which::ALL.into_iter().filter(|w| wanted(*w)) {
         let oxccl = former.filter(|_| which.is_former()).unwrap_or(&ours);
-        let found = programs::find(which, oxccl, &metadata, arguments.with_torch);
+        let found = programs::find(which, oxccl, arguments.with_torch);
         if let Err(why) = &found {
             eprintln!("bench-peers: {which} skipped: {why}");
         }

@@ -12,10 +12,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::operations::Operation;
-use crate::metadata::Metadata;
-use crate::venv::MPICH;
-use crate::wheels::{on_path, quietly};
-use crate::{debian, deny, python};
+use crate::venv::{MPICH, alone};
+use crate::wheels::{self, on_path, quietly};
+use crate::{debian, python};
 
 const SOURCE: &str = include_str!("../../peers/collectives.c");
 const SCRIPT: &str = include_str!("../../peers/collectives.py");
@@ -124,8 +123,8 @@ pub(super) enum Program {
 }
 
 /// Finds or installs `which`, where `oxccl` is its program if it is one of ours; the error says in words why it cannot be measured here.
-pub(super) fn find(which: Which, oxccl: &Path, metadata: &Metadata, torch: bool) -> Result<Program, String> {
-    let cache = deny::cache(metadata).with_file_name("peers");
+pub(super) fn find(which: Which, oxccl: &Path, torch: bool) -> Result<Program, String> {
+    let cache = wheels::cache().map_err(|e| format!("{e:#}"))?.join("peers");
     let ours = |transport| {
         Ok(Program::Oxccl {
             path: oxccl.to_owned(),
@@ -136,7 +135,7 @@ pub(super) fn find(which: Which, oxccl: &Path, metadata: &Metadata, torch: bool)
     let found = match which {
         Which::Ours | Which::OursAlloc | Which::Former => ours("auto"),
         Which::OursTcp | Which::FormerTcp => ours("tcp"),
-        Which::Mpich => mpich(&cache),
+        Which::Mpich => mpich(),
         Which::Openmpi => openmpi(&cache, &[]),
         Which::OpenmpiTcp => openmpi(
             &cache,
@@ -170,8 +169,8 @@ fn compile(mpicc: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(binary)
 }
 
-fn mpich(cache: &Path) -> Result<Program> {
-    let folder = MPICH.install(cache)?;
+fn mpich() -> Result<Program> {
+    let folder = alone(&MPICH)?;
     let binary = compile(&folder.join("bin/mpicc"), &folder.join("program"))?;
     let mut launch = vec![folder.join("bin/mpiexec").display().to_string()];
     launch.extend(["-bind-to", "core", "-n"].map(str::to_owned));
