@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Deserialize;
 
-use crate::metadata::{Metadata, cargo_command};
+use crate::metadata::Metadata;
 use crate::process::{self, Output};
 
 /// A model so small that a step is short beside what a disturbance costs, on the real text all the same.
@@ -131,10 +131,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         bail!("--timeouts-ms takes three numbers: of a reduction, of progress, of a silent replica");
     };
     let metadata = Metadata::read()?;
-    let program = build(&metadata, arguments.release)?;
+    let profile = if arguments.release { "release" } else { "dev" };
+    let built = metadata.build(&["--package", "oxccl-examples", "--bin", "train_diloco"], profile)?;
     let campaign = Campaign {
         arguments,
-        program,
+        program: built.join("train_diloco"),
         timeouts: [timeout, progress, heartbeat].map(|ms| ms.to_string()),
         folder: metadata.target_directory.join("xtask/chaos"),
     };
@@ -169,20 +170,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         );
     }
     Ok(held)
-}
-
-fn build(metadata: &Metadata, release: bool) -> Result<PathBuf> {
-    let mut cargo = cargo_command(&metadata.workspace_root);
-    cargo.args(["build", "--package", "oxccl-examples", "--bin", "train_diloco"]);
-    if release {
-        cargo.arg("--release");
-    }
-    let finished = process::run(&mut cargo, Duration::from_secs(30 * 60), Output::Inherit, |_| {})?;
-    if !finished.is_success() {
-        bail!("train_diloco could not be built: {}", finished.describe());
-    }
-    let profile = if release { "release" } else { "debug" };
-    Ok(metadata.target_directory.join(profile).join("train_diloco"))
 }
 
 struct Campaign<'a> {

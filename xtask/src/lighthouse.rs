@@ -15,8 +15,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use serde::Deserialize;
 
-use crate::metadata::{Metadata, cargo_command};
-use crate::process::{self, Output};
+use crate::metadata::Metadata;
 use crate::torchft;
 
 /// How long a lighthouse may take to say where it listens.
@@ -207,18 +206,9 @@ struct Programs {
 
 impl Programs {
     fn build(metadata: &Metadata, profile: &str, peer: bool) -> Result<Self> {
-        let targets: [&[&str]; 2] = [
-            &["--package", "oxccl-cli", "--bin", "oxccl"],
-            &["--package", "oxccl-coordination", "--example", "lighthouse_load"],
-        ];
-        for target in targets {
-            let mut cargo = cargo_command(&metadata.workspace_root);
-            cargo.args(["build", "--profile", profile]).args(target);
-            let finished = process::run(&mut cargo, Duration::from_secs(30 * 60), Output::Inherit, |_| {})?;
-            if !finished.is_success() {
-                bail!("{} could not be built: {}", target.join(" "), finished.describe());
-            }
-        }
+        let load = ["--package", "oxccl-coordination", "--example", "lighthouse_load"];
+        metadata.build(&load, profile)?;
+        let built = metadata.build(&["--package", "oxccl-cli", "--bin", "oxccl"], profile)?;
         let peer = match peer {
             true => {
                 let folder = torchft::prepare()?;
@@ -231,9 +221,6 @@ impl Programs {
         };
         let scratch = metadata.target_directory.join("xtask");
         fs::create_dir_all(&scratch).with_context(|| format!("cannot make {}", scratch.display()))?;
-        // Cargo's name for the folder of its own profile.
-        let folder = if profile == "dev" { "debug" } else { profile };
-        let built = metadata.target_directory.join(folder);
         Ok(Self {
             lighthouse: built.join("oxccl"),
             generator: built.join("examples/lighthouse_load"),

@@ -5,9 +5,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
+
+use crate::process::{self, Output};
+
+const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// The workspace.
 #[derive(Debug, Deserialize)]
@@ -94,6 +99,19 @@ impl Metadata {
             );
         }
         Self::parse(&out.stdout)
+    }
+
+    /// Builds what `select` names in cargo's words, which the error repeats. The folder of `profile`, where it is then.
+    pub(crate) fn build(&self, select: &[&str], profile: &str) -> Result<PathBuf> {
+        let mut cargo = cargo_command(&self.workspace_root);
+        cargo.args(["build", "--profile", profile]).args(select);
+        let finished = process::run(&mut cargo, BUILD_LIMIT, Output::Inherit, |_| {})?;
+        if !finished.is_success() {
+            bail!("{} could not be built: {}", select.join(" "), finished.describe());
+        }
+        // Cargo's name for the folder of its own profile.
+        let folder = if profile == "dev" { "debug" } else { profile };
+        Ok(self.target_directory.join(folder))
     }
 
     /// Parses cargo's JSON.

@@ -17,8 +17,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use crate::metadata::{Metadata, cargo_command};
-use crate::process::{self, Output};
+use crate::metadata::Metadata;
 use operations::{Calls, Operation, Point};
 use programs::{Program, Which};
 use report::{Report, Section};
@@ -87,7 +86,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<bool> {
     }
     let ours = match &arguments.oxccl {
         Some(path) => path.clone(),
-        None => build(&metadata)?,
+        None => metadata
+            .build(&["--package", "oxccl-cli", "--bin", "oxccl"], "release")?
+            .join("oxccl"),
     };
     let scratch = metadata.target_directory.join("xtask/peers");
     std::fs::create_dir_all(&scratch).with_context(|| format!("cannot make {}", scratch.display()))?;
@@ -208,17 +209,6 @@ fn turn(
         }
     }
     Ok(())
-}
-
-fn build(metadata: &Metadata) -> Result<PathBuf> {
-    let mut cargo = cargo_command(&metadata.workspace_root);
-    cargo.args(["build", "--release", "--package", "oxccl-cli", "--bin", "oxccl"]);
-    let limit = std::time::Duration::from_secs(30 * 60);
-    let finished = process::run(&mut cargo, limit, Output::Inherit, |_| {})?;
-    if !finished.is_success() {
-        bail!("oxccl could not be built: {}", finished.describe());
-    }
-    Ok(metadata.target_directory.join("release/oxccl"))
 }
 
 #[cfg(test)]
