@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process;
 use crate::venv::alone;
 use crate::wheels::Wheel;
 
@@ -40,9 +40,5 @@ fn run(tool: &Path, root: &Path, site: &Path) -> Result<bool> {
     }
     let mut command = Command::new(tool);
     command.arg("build").arg(root).arg("--dest-dir").arg(site);
-    let finished = process::run(&mut command, BUILD_LIMIT, Output::Inherit, |_| {})?;
-    if !finished.is_success() {
-        println!("mdbook: {}", finished.describe());
-    }
-    Ok(finished.is_success())
+    process::ends_well("mdbook", &mut command, BUILD_LIMIT)
 }

@@ -90,8 +90,7 @@ fn package() -> Result<bool> {
     for package in metadata.packages.iter().filter(|p| p.is_published()) {
         cargo.args(["--package", &package.name]);
     }
-    let finished = process::run(&mut cargo, Duration::from_secs(5 * 60), Output::Inherit, |_| {})?;
-    Ok(finished.is_success())
+    process::ends_well("cargo package", &mut cargo, Duration::from_secs(5 * 60))
 }
 
 fn test() -> Result<bool> {

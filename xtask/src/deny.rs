@@ -54,11 +54,8 @@ fn run(tool: &Path, root: &Path, arguments: &[&str], limit: Duration) -> Result<
     // Through cargo's environment, so that cargo-deny asks the same cargo for the dependency tree.
     let mut command = Command::new(tool);
     command.args(arguments).current_dir(root);
-    let finished = process::run(&mut command, limit, Output::Inherit, |_| {})?;
-    if !finished.is_success() {
-        println!("cargo-deny {}: {}", arguments.join(" "), finished.describe());
-    }
-    Ok(finished.is_success())
+    let what = format!("cargo-deny {}", arguments.join(" "));
+    process::ends_well(&what, &mut command, limit)
 }
 
 /// Fetches the advisory database.

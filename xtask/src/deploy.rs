@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::process;
 use crate::tidy::files_below;
 use crate::venv;
 
@@ -57,12 +57,9 @@ fn run(name: &str, mut command: Command, files: &[PathBuf]) -> Result<bool> {
     if files.is_empty() {
         bail!("{name} has no files to check below deploy/");
     }
-    let finished = process::run(command.args(files), CHECK_LIMIT, Output::Inherit, |_| {})?;
-    if !finished.is_success() {
-        println!("{name}: {}", finished.describe());
-    }
+    let is_well = process::ends_well(name, command.args(files), CHECK_LIMIT)?;
     println!("{name}: {} files", files.len());
-    Ok(finished.is_success())
+    Ok(is_well)
 }
 
 #[cfg(test)]

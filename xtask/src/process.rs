@@ -158,6 +158,15 @@ pub(crate) fn run(
     }
 }
 
+/// Runs `command` with our own outputs. True if it ends well; if not, it is said how `what` ended.
+pub(crate) fn ends_well(what: &str, command: &mut Command, limit: Duration) -> Result<bool> {
+    let finished = run(command, limit, Output::Inherit, |_| {})?;
+    if !finished.is_success() {
+        println!("{what}: {}", finished.describe());
+    }
+    Ok(finished.is_success())
+}
+
 /// Waits until the child has ended, and leaves it to be waited for; what it used by then.
 fn used_when_it_ends(pid: i32) -> Option<Duration> {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
