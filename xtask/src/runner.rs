@@ -20,7 +20,7 @@ use crate::delays::Delays;
 use crate::libtest::Tally;
 use crate::matrix::{Environment, ROWS, Row, Run, Skip, Targets, TestCall};
 use crate::metadata::{Metadata, cargo_command};
-use crate::process::{self, Output, seconds};
+use crate::process::{self, Finished, Output, seconds};
 use crate::progress::Progress;
 use crate::python;
 use crate::workers::{in_workers, lock};
@@ -282,39 +282,20 @@ impl Matrix<'_> {
         {
             return Ok(Verdict::Failed { why });
         }
-        let times = if long || self.delays.is_some() { 4 } else { 1 };
-        let mut limit = row.limit * times;
+        let mut limit = self.limit(row);
         let mut tally = Tally::default();
         let mut wrong = Vec::new();
         let mut printed = String::new();
         for call in &calls {
-            let part = self.logs.join(format!("{}.part", row.name));
             let mut command = test_command(root, call);
             command.envs(environment.iter().map(|(k, v)| (k, v)));
-            if long {
-                // For suites that decide themselves what is long.
-                command.env("OXCCL_LONG", "1");
-            }
             if let Some(delays) = &self.delays {
                 delays.apply(&mut command);
             }
-            let finished = process::run(&mut command, limit, Output::Log(&part), |time| {
-                beat(row.name, "runs", time)
-            })?;
-            let text =
-                String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
-                    .into_owned();
-            fs::remove_file(&part).context("cannot remove the partial log")?;
+            let (text, finished) = self.part(row, "", &mut command, limit, &mut wrong)?;
             *used += finished.used;
             tally.add(Tally::parse(&text));
             printed.push_str(&text);
-            if !finished.is_success() {
-                wrong.push(finished.describe());
-            }
-            let left = finished.sweep(GRACE);
-            if !left.is_empty() {
-                wrong.push(format!("left running: {}", left.join(", ")));
-            }
             limit = limit.saturating_sub(finished.took).max(Duration::from_secs(1));
         }
         fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
@@ -335,34 +316,54 @@ impl Matrix<'_> {
                 return Ok(Verdict::Failed { why });
             }
         }
-        let is_slow = self.args.long || self.delays.is_some();
-        let limit = row.limit * if is_slow { 4 } else { 1 };
+        let limit = self.limit(row);
         let (mut tally, mut wrong, mut printed) = (Tally::default(), Vec::new(), String::new());
         for mut step in check {
-            if self.args.long {
-                step.command.env("OXCCL_LONG", "1");
-            }
-            let part = self.logs.join(format!("{}.part", row.name));
-            let finished = process::run(&mut step.command, limit, Output::Log(&part), |time| {
-                beat(row.name, "runs", time)
-            })?;
-            let text =
-                String::from_utf8_lossy(&fs::read(&part).context("cannot read the output")?).into_owned();
-            fs::remove_file(&part).context("cannot remove the partial log")?;
+            let name = format!("{}: ", step.name);
+            let (text, finished) = self.part(row, &name, &mut step.command, limit, &mut wrong)?;
             *used += finished.used;
             printed.push_str(&format!("---- {} ----\n{text}", step.name));
-            if !finished.is_success() {
-                wrong.push(format!("{}: {}", step.name, finished.describe()));
-            }
             // Only the last step has tests.
             tally = python::tally(&text);
-            let left = finished.sweep(GRACE);
-            if !left.is_empty() {
-                wrong.push(format!("left running: {}", left.join(", ")));
-            }
         }
         fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
         Ok(judge(&tally, &wrong))
+    }
+
+    /// How long the tests of a row may take.
+    fn limit(&self, row: &Row) -> Duration {
+        let is_slow = self.args.long || self.delays.is_some();
+        row.limit * if is_slow { 4 } else { 1 }
+    }
+
+    /// Runs a command of a row's tests: what it printed, and how it ended. If not well, that is put among what is `wrong`, behind `name`; what it
+    /// left running too.
+    fn part(
+        &self,
+        row: &Row,
+        name: &str,
+        command: &mut Command,
+        limit: Duration,
+        wrong: &mut Vec<String>,
+    ) -> Result<(String, Finished)> {
+        if self.args.long {
+            // For suites that decide themselves what is long.
+            command.env("OXCCL_LONG", "1");
+        }
+        let part = self.logs.join(format!("{}.part", row.name));
+        let finished = process::run(command, limit, Output::Log(&part), |time| {
+            beat(row.name, "runs", time)
+        })?;
+        let text = fs::read(&part).context("cannot read the output of the tests")?;
+        fs::remove_file(&part).context("cannot remove the partial log")?;
+        if !finished.is_success() {
+            wrong.push(format!("{name}{}", finished.describe()));
+        }
+        let left = finished.sweep(GRACE);
+        if !left.is_empty() {
+            wrong.push(format!("left running: {}", left.join(", ")));
+        }
+        Ok((String::from_utf8_lossy(&text).into_owned(), finished))
     }
 }
 
