@@ -1,20 +1,17 @@
 //! How wide the lines of the documentation are: prose is wrapped at 120 characters, so that a change shows what it changed.
 
 use super::Finding;
+use super::links::prose;
 
 const WIDTH: usize = 120;
 
 /// Checks one document. Tables, code and what cannot be broken (a link, a code span) may be wider.
 pub(super) fn check(path: &str, text: &str) -> Vec<Finding> {
-    let mut is_code = false;
     let mut findings = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
-        if line.trim_start().starts_with("```") {
-            is_code = !is_code;
-        }
-        let is_prose = !is_code && !line.trim_start().starts_with(['|', '<', '#']);
+    for (number, line) in prose(text) {
+        let is_text = !line.trim_start().starts_with(['|', '<', '#']);
         let wide = line.chars().count();
-        if is_prose && wide > WIDTH && can_break(line) {
+        if is_text && wide > WIDTH && can_break(line) {
             findings.push(Finding::new(
                 path,
                 number,

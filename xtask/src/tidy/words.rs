@@ -2,6 +2,7 @@
 
 use super::Finding;
 use super::lexer::is_word;
+use super::links::prose;
 
 /// A word in lower case, and what to write for it.
 const WORDS: &[(&str, &str)] = &[
@@ -35,19 +36,13 @@ const WORDS: &[(&str, &str)] = &[
 
 /// Checks one document: everything but its code, in which names stand as they are.
 pub(super) fn check(path: &str, text: &str) -> Vec<Finding> {
-    let mut is_code = false;
-    let mut findings = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
-        if line.trim_start().starts_with("```") {
-            is_code = !is_code;
-        }
-        if !is_code {
+    prose(text)
+        .flat_map(|(number, line)| {
             // Every second part stands between backticks.
-            let prose: Vec<&str> = line.split('`').step_by(2).collect();
-            findings.extend(found(path, number, &prose.join("` `")));
-        }
-    }
-    findings
+            let words: Vec<&str> = line.split('`').step_by(2).collect();
+            found(path, number, &words.join("` `"))
+        })
+        .collect()
 }
 
 /// Checks the comments and texts of a source in any language; this file has the words itself.
