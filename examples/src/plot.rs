@@ -21,7 +21,7 @@ pub use oxccl_plot::{Anchor, Axis, Colour, Scene, Shape, to_svg};
 pub use png::to_png;
 
 use labels::label_places;
-use oxccl_plot::{CURVES, GRID, INK, SOFT_INK};
+use oxccl_plot::{CURVES, Frame, INK, SMALL, SOFT_INK};
 
 /// The losses of one replica.
 #[derive(Debug, Clone, PartialEq)]
@@ -78,7 +78,6 @@ const RIGHT: f32 = 30.0;
 const HEADER: f32 = 92.0;
 const ROW: f32 = 17.0;
 const FOOTER: f32 = 54.0;
-const SMALL: f32 = 12.0;
 /// Text in an SVG is set in whatever typeface the reader has; it may be wider than ours.
 const SLACK: f32 = 1.15;
 
@@ -209,47 +208,29 @@ impl Picture {
         let y_axis = Axis::new(low - pad, high + pad, bottom, top, 7);
 
         let mut shapes = Vec::new();
-        let text = |at: (f32, f32), anchor, size, fill, text: &str| Shape::Text {
-            at,
-            anchor,
-            size,
-            fill,
-            upwards: false,
-            text: text.to_owned(),
-        };
-        shapes.push(text((LEFT, 32.0), Anchor::Start, 20.0, INK, &self.title));
-        shapes.push(text((LEFT, 53.0), Anchor::Start, 13.0, SOFT_INK, &self.subtitle));
+        shapes.push(Shape::text((LEFT, 32.0), Anchor::Start, 20.0, INK, &self.title));
+        shapes.push(Shape::text(
+            (LEFT, 53.0),
+            Anchor::Start,
+            13.0,
+            SOFT_INK,
+            &self.subtitle,
+        ));
         self.legend(font, &mut shapes);
 
-        for tick in y_axis.ticks() {
-            let y = y_axis.pixel(tick);
-            shapes.push(line(vec![(LEFT, y), (WIDTH - RIGHT, y)], GRID, 1.0, None));
-            shapes.push(text(
-                (LEFT - 8.0, y + 4.0),
-                Anchor::End,
-                SMALL,
-                SOFT_INK,
-                &y_axis.label(tick),
-            ));
-        }
-        for tick in x_axis.ticks() {
-            let x = x_axis.pixel(tick);
-            shapes.push(line(vec![(x, bottom), (x, bottom + 5.0)], SOFT_INK, 1.0, None));
-            shapes.push(text(
-                (x, bottom + 19.0),
-                Anchor::Middle,
-                SMALL,
-                SOFT_INK,
-                &x_axis.label(tick),
-            ));
-        }
-        shapes.push(text(
-            ((LEFT + WIDTH - RIGHT) / 2.0, bottom + 40.0),
-            Anchor::Middle,
-            13.0,
-            INK,
-            "seconds since the start",
-        ));
+        let frame = Frame {
+            left: LEFT,
+            right: WIDTH - RIGHT,
+            top,
+            bottom,
+        };
+        let rows = y_axis.ticks().into_iter();
+        shapes.extend(frame.rows(rows.map(|t| (y_axis.pixel(t), y_axis.label(t)))));
+        let columns = x_axis.ticks().into_iter();
+        shapes.extend(frame.columns(columns.map(|t| (x_axis.pixel(t), Some(x_axis.label(t))))));
+        let middle = ((LEFT + WIDTH - RIGHT) / 2.0, bottom + 40.0);
+        let caption = "seconds since the start";
+        shapes.push(Shape::text(middle, Anchor::Middle, 13.0, INK, caption));
         shapes.push(Shape::Text {
             at: (20.0, (top + bottom) / 2.0),
             anchor: Anchor::Middle,
@@ -280,10 +261,10 @@ impl Picture {
                 let raw = thinned(&part);
                 match smoothed(&part) {
                     Some(smooth) => {
-                        shapes.push(line(pixels(&raw), colour.with_alpha(64), 1.0, None));
-                        shapes.push(line(pixels(&thinned(&smooth)), colour, 2.0, None));
+                        shapes.push(Shape::line(pixels(&raw), colour.with_alpha(64), 1.0));
+                        shapes.push(Shape::line(pixels(&thinned(&smooth)), colour, 2.0));
                     }
-                    None => shapes.push(line(pixels(&raw), colour, 1.6, None)),
+                    None => shapes.push(Shape::line(pixels(&raw), colour, 1.6)),
                 }
             }
         }
@@ -291,33 +272,19 @@ impl Picture {
             let (x, colour) = (x_axis.pixel(mark.at_s), mark.kind.colour());
             let base = |row: usize| top - 6.0 - row as f32 * ROW;
             let line_top = place.map_or(top, |place| base(place.row) - 10.0);
-            shapes.push(line(
-                vec![(x, line_top), (x, bottom)],
-                colour,
-                1.2,
-                Some([4.0, 3.0]),
-            ));
+            let upright = vec![(x, line_top), (x, bottom)];
+            shapes.push(Shape::line(upright, colour, 1.2).dashed([4.0, 3.0]));
             if let Some(place) = place {
                 let (anchor, dx) = if place.leftwards {
                     (Anchor::End, -5.0)
                 } else {
                     (Anchor::Start, 5.0)
                 };
-                shapes.push(text(
-                    (x + dx, base(place.row)),
-                    anchor,
-                    SMALL,
-                    colour,
-                    &mark.label,
-                ));
+                let at = (x + dx, base(place.row));
+                shapes.push(Shape::text(at, anchor, SMALL, colour, &mark.label));
             }
         }
-        shapes.push(line(
-            vec![(LEFT, top), (LEFT, bottom), (WIDTH - RIGHT, bottom)],
-            SOFT_INK,
-            1.2,
-            None,
-        ));
+        shapes.push(frame.axes());
         if let Some((x, y)) = self.held_out.filter(finite) {
             let centre = (x_axis.pixel(x), y_axis.pixel(y));
             shapes.push(Shape::Disc {
@@ -327,7 +294,13 @@ impl Picture {
             });
             // Above the disc and ending at it: the curves come from the left and lie mostly below.
             let at = (centre.0 + 6.0, centre.1 - 12.0);
-            shapes.push(text(at, Anchor::End, SMALL, INK, &format!("held-out {y:.3}")));
+            shapes.push(Shape::text(
+                at,
+                Anchor::End,
+                SMALL,
+                INK,
+                format!("held-out {y:.3}"),
+            ));
         }
         Scene {
             width: WIDTH,
@@ -343,20 +316,12 @@ impl Picture {
         let y = 77.0;
         let mut entry = |sample: &dyn Fn(f32) -> Shape, label: &str| {
             shapes.push(sample(x));
-            let (at, text) = ((x + 30.0, y), label.to_owned());
-            shapes.push(Shape::Text {
-                at,
-                anchor: Anchor::Start,
-                size: SMALL,
-                fill: INK,
-                upwards: false,
-                text,
-            });
+            shapes.push(Shape::text((x + 30.0, y), Anchor::Start, SMALL, INK, label));
             x += 30.0 + font.width(label, SMALL) * SLACK + 22.0;
         };
         for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()).take(CURVES.len()) {
             entry(
-                &|x| line(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], colour, 2.5, None),
+                &|x| Shape::line(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], colour, 2.5),
                 &series.label,
             );
         }
@@ -390,15 +355,6 @@ impl Picture {
         std::fs::write(png, to_png(&scene, &font)?)
             .map_err(|e| Error::io(format!("write {}", png.display()), e))?;
         Ok(paths)
-    }
-}
-
-fn line(points: Vec<(f32, f32)>, stroke: Colour, width: f32, dash: Option<[f32; 2]>) -> Shape {
-    Shape::Line {
-        points,
-        stroke,
-        width,
-        dash,
     }
 }
 

@@ -31,7 +31,7 @@ use plan::{MAX_RANKS, Plan, Row};
 use ranks::Ranks;
 use table::Line;
 
-use super::ExitCode;
+use super::{ExitCode, svg};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -209,7 +209,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Caught before anything starts, so that an early interrupt ends it in order too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
     if let Some(path) = &arguments.plot {
-        picture::check(path)?;
+        svg::check("--plot", path)?;
     }
     let backend = choose(&arguments)?;
     let name = &backend.name;
@@ -350,7 +350,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             .map_or(String::new(), |how| format!("over {how}, "));
         let subtitle = format!("{over}{} iterations, {}", plan.iters, backend.source);
         let title = format!("oxccl bench: {} {ranks_as}", backend.name);
-        picture::write(path, &title, &subtitle, &lines)?;
+        svg::write(path, &picture::scene(&title, &subtitle, &lines))?;
         if !arguments.json {
             show(format_args!("# picture: {}", path.display()))?;
         }

@@ -30,6 +30,7 @@ mod rendezvous;
 mod replica;
 mod results;
 mod scratch;
+mod svg;
 mod trace;
 mod why;
 

@@ -11,7 +11,7 @@ use fleet::{Estimate, Failures, Job, Link, Links, Outcome, Plan, Rate, Seconds};
 use oxccl::core::{Error, Result};
 use serde::Serialize;
 
-use super::ExitCode;
+use super::{ExitCode, svg};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -126,7 +126,7 @@ fn count(text: &str) -> Result<u64> {
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     if let Some(path) = &arguments.svg {
-        picture::check(path)?;
+        svg::check("--svg", path)?;
     }
     let links = links(&arguments)?;
     let job = Job {
@@ -155,7 +155,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         _ => None,
     };
     if let Some(path) = &arguments.svg {
-        picture::write(path, &links, &job)?;
+        svg::write(path, &picture::of(&links, &job)?)?;
     }
     match arguments.json {
         true => crate::results::json(

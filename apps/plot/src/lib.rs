@@ -1,10 +1,12 @@
 //! Pictures without dependencies: shapes in pixels, axes, and SVG. `oxccl bench --plot` and the training programs draw with it.
 
 mod axis;
+mod frame;
 mod scene;
 mod svg;
 
 pub use axis::{Axis, LogAxis};
+pub use frame::{Frame, SMALL};
 pub use scene::{Anchor, Colour, Scene, Shape};
 pub use svg::to_svg;
 

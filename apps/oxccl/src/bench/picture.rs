@@ -1,9 +1,6 @@
 //! The figures of a benchmark as a picture: time and bus bandwidth over the size, a line per operation.
 
-use std::path::{Path, PathBuf};
-
-use oxccl::core::{Error, Result};
-use oxccl_plot::{Anchor, Axis, CURVES, Colour, GRID, INK, LogAxis, SOFT_INK, Scene, Shape, to_svg};
+use oxccl_plot::{Anchor, Axis, CURVES, Colour, Frame, INK, LogAxis, SMALL, SOFT_INK, Scene, Shape};
 
 use super::table::Line;
 
@@ -12,38 +9,10 @@ const PANEL: f32 = 440.0;
 const HEIGHT: f32 = 360.0;
 const LEFT: f32 = 66.0;
 const GAP: f32 = 84.0;
-const SMALL: f32 = 12.0;
 /// Between the spans of two operations of one size.
 const BESIDE: f32 = 4.0;
 /// Width of a letter in parts of its size, about: the reader's typeface is not known here.
 const LETTER: f32 = 0.58;
-
-/// Checks before anything is measured that `path` can become a picture.
-///
-/// Errors: `InvalidArgument` for another ending than `.svg`, a folder, or a folder that does not exist.
-pub(super) fn check(path: &Path) -> Result<()> {
-    if path.extension().is_none_or(|e| !e.eq_ignore_ascii_case("svg")) {
-        return Err(Error::invalid(format!(
-            "--plot {}: pictures are SVG; give the file the ending .svg",
-            path.display()
-        )));
-    }
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
-    let folder = folder.map_or_else(|| PathBuf::from("."), Path::to_path_buf);
-    if path.is_dir() || !folder.is_dir() {
-        return Err(Error::invalid(format!(
-            "--plot {}: this is a folder, or it lies in none",
-            path.display()
-        )));
-    }
-    Ok(())
-}
-
-/// Writes the picture of `lines`. Errors: `Io` naming the file.
-pub(super) fn write(path: &Path, title: &str, subtitle: &str, lines: &[Line]) -> Result<()> {
-    let svg = to_svg(&scene(title, subtitle, lines));
-    std::fs::write(path, svg).map_err(|e| Error::io(format!("write {}", path.display()), e))
-}
 
 /// One operation's lines, by size; those without a size (a barrier) are not drawn.
 fn series(lines: &[Line]) -> Vec<(&'static str, Vec<&Line>)> {
@@ -73,31 +42,9 @@ fn size(bytes: f64) -> String {
     format!("{value:.digits$} {}", units.get(unit).copied().unwrap_or("B"))
 }
 
-fn text(at: (f32, f32), anchor: Anchor, size: f32, fill: Colour, text: impl Into<String>) -> Shape {
-    Shape::Text {
-        at,
-        anchor,
-        size,
-        fill,
-        upwards: false,
-        text: text.into(),
-    }
-}
-
-fn stroke(points: Vec<(f32, f32)>, stroke: Colour, width: f32) -> Shape {
-    Shape::Line {
-        points,
-        stroke,
-        width,
-        dash: None,
-    }
-}
-
 /// One of the two plots: where it is, and how values become heights.
 struct Panel<'a> {
-    left: f32,
-    top: f32,
-    bottom: f32,
+    frame: Frame,
     name: &'a str,
     x: LogAxis,
     sizes: &'a [u64],
@@ -105,47 +52,23 @@ struct Panel<'a> {
 
 impl Panel<'_> {
     /// Everything but the data. `ticks` are heights and labels.
-    fn frame(&self, ticks: Vec<(f32, String)>, shapes: &mut Vec<Shape>) {
-        let right = self.left + PANEL;
-        shapes.push(text(
-            (self.left, self.top - 12.0),
-            Anchor::Start,
-            13.0,
-            INK,
-            self.name,
-        ));
-        for (y, label) in ticks {
-            shapes.push(stroke(vec![(self.left, y), (right, y)], GRID, 1.0));
-            shapes.push(text(
-                (self.left - 8.0, y + 4.0),
-                Anchor::End,
-                SMALL,
-                SOFT_INK,
-                label,
-            ));
-        }
+    fn draw(&self, ticks: impl Iterator<Item = (f32, String)>, shapes: &mut Vec<Shape>) {
+        let place = (self.frame.left, self.frame.top - 12.0);
+        shapes.push(Shape::text(place, Anchor::Start, 13.0, INK, self.name));
+        shapes.extend(self.frame.rows(ticks));
         let mut free = f32::NEG_INFINITY;
-        for &bytes in self.sizes {
+        let columns = self.sizes.iter().map(|&bytes| {
             let (at, label) = (self.x.pixel(bytes as f64), size(bytes as f64));
             let half = label.chars().count() as f32 * SMALL * LETTER / 2.0;
-            shapes.push(stroke(
-                vec![(at, self.bottom), (at, self.bottom + 5.0)],
-                SOFT_INK,
-                1.0,
-            ));
             // Labels that would touch the one before are left out; their ticks stay.
-            if at - half > free {
-                let place = (at, self.bottom + 19.0);
-                shapes.push(text(place, Anchor::Middle, SMALL, SOFT_INK, label));
+            let fits = at - half > free;
+            if fits {
                 free = at + half + 6.0;
             }
-        }
-        let corner = vec![
-            (self.left, self.top),
-            (self.left, self.bottom),
-            (right, self.bottom),
-        ];
-        shapes.push(stroke(corner, SOFT_INK, 1.2));
+            (at, fits.then_some(label))
+        });
+        shapes.extend(self.frame.columns(columns));
+        shapes.push(self.frame.axes());
     }
 
     /// The line and its points, `beside` pixels to the right.
@@ -162,7 +85,7 @@ impl Panel<'_> {
             .map(|l| (self.x.pixel(l.bytes as f64) + beside, height(l)))
             .collect();
         if points.len() > 1 {
-            shapes.push(stroke(points.clone(), colour, 2.0));
+            shapes.push(Shape::line(points.clone(), colour, 2.0));
         }
         let disc = |centre| Shape::Disc {
             centre,
@@ -173,11 +96,12 @@ impl Panel<'_> {
     }
 }
 
-fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
+/// The picture of `lines`.
+pub(super) fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
     let series = series(lines);
     let mut shapes = vec![
-        text((LEFT, 32.0), Anchor::Start, 20.0, INK, title),
-        text((LEFT, 53.0), Anchor::Start, 13.0, SOFT_INK, subtitle),
+        Shape::text((LEFT, 32.0), Anchor::Start, 20.0, INK, title),
+        Shape::text((LEFT, 53.0), Anchor::Start, 13.0, SOFT_INK, subtitle),
     ];
     let (mut x, mut y) = (LEFT, 78.0);
     for ((op, _), &colour) in series.iter().zip(CURVES.iter().cycle()) {
@@ -185,8 +109,9 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
         if x + width > WIDTH {
             (x, y) = (LEFT, y + 18.0);
         }
-        shapes.push(stroke(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], colour, 2.5));
-        shapes.push(text((x + 30.0, y), Anchor::Start, SMALL, INK, *op));
+        let sample = vec![(x, y - 4.0), (x + 24.0, y - 4.0)];
+        shapes.push(Shape::line(sample, colour, 2.5));
+        shapes.push(Shape::text((x + 30.0, y), Anchor::Start, SMALL, INK, *op));
         x += width;
     }
     let top = y + 40.0;
@@ -200,9 +125,12 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
         sizes.last().copied().unwrap_or(1),
     );
     let panel = |left: f32, name| Panel {
-        left,
-        top,
-        bottom,
+        frame: Frame {
+            left,
+            right: left + PANEL,
+            top,
+            bottom,
+        },
         name,
         // A little room, so that the first point does not lie on the axis.
         x: LogAxis::new(least as f64 / 1.3, most as f64 * 1.3, left, left + PANEL),
@@ -217,14 +145,14 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
         .ticks()
         .into_iter()
         .map(|t| (times.pixel(t), format!("{t}")));
-    latency.frame(ticks.collect(), &mut shapes);
+    latency.draw(ticks, &mut shapes);
     for (n, ((_, of), &colour)) in series.iter().zip(CURVES.iter().cycle()).enumerate() {
         // Beside each other, where several operations have one size.
         let beside = (n as f32 - (series.len() - 1) as f32 / 2.0) * BESIDE;
         for l in of {
             let x = latency.x.pixel(l.bytes as f64) + beside;
             let span = vec![(x, times.pixel(l.min_us)), (x, times.pixel(l.max_us))];
-            shapes.push(stroke(span, colour.with_alpha(110), 1.2));
+            shapes.push(Shape::line(span, colour.with_alpha(110), 1.2));
         }
         latency.curve(of, colour, beside, |l| times.pixel(l.time_us), &mut shapes);
     }
@@ -239,20 +167,15 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
         .ticks()
         .into_iter()
         .map(|t| (speeds.pixel(t), speeds.label(t)));
-    bandwidth.frame(ticks.collect(), &mut shapes);
+    bandwidth.draw(ticks, &mut shapes);
     for ((_, of), &colour) in series.iter().zip(CURVES.iter().cycle()) {
         bandwidth.curve(of, colour, 0.0, |l| speeds.pixel(l.busbw), &mut shapes);
     }
     let below = bottom + 40.0;
     for left in [LEFT, LEFT + PANEL + GAP] {
         let middle = (left + PANEL / 2.0, below);
-        shapes.push(text(
-            middle,
-            Anchor::Middle,
-            13.0,
-            INK,
-            "size of the larger tensor of a rank",
-        ));
+        let label = "size of the larger tensor of a rank";
+        shapes.push(Shape::text(middle, Anchor::Middle, 13.0, INK, label));
     }
     Scene {
         width: WIDTH,
@@ -264,6 +187,8 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
 
 #[cfg(test)]
 mod tests {
+    use oxccl_plot::to_svg;
+
     use super::*;
 
     fn line(op: &'static str, bytes: u64, time_us: f64, busbw: f64) -> Line {
@@ -352,19 +277,6 @@ mod tests {
         for lines in [&[][..], &[line("barrier", 0, 1.0, 0.0)], &odd] {
             let svg = to_svg(&scene("t", "s", lines));
             assert!(svg.ends_with("</svg>\n"));
-        }
-    }
-
-    #[test]
-    fn only_svg_files_in_folders_that_exist_are_taken() {
-        check(Path::new("x.svg")).unwrap();
-        for (path, text) in [
-            ("x.png", ".svg"),
-            ("x", ".svg"),
-            ("/nowhere-at-all/x.svg", "lies in none"),
-        ] {
-            let e = check(Path::new(path)).unwrap_err().to_string();
-            assert!(e.contains(text) && e.contains(path), "{e}");
         }
     }
 
