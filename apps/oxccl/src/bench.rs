@@ -243,7 +243,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         (Some(min), Some(max)) => plan::sizes_between(min, max, arguments.factor)?,
         _ => arguments.sizes,
     };
-    let limit = Duration::from_secs(arguments.line_timeout_s);
     let plan = Plan {
         ranks: arguments.ranks,
         warmup: arguments.warmup,
@@ -255,7 +254,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         device: device.to_string(),
         isolated: arguments.isolated,
         options: arguments.options,
-        ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
+        backend: name.clone(),
+        ops,
+        sizes,
+        dtype: arguments.dtype.to_string(),
+        row_limit_ms: arguments.line_timeout_s * 1000,
     };
     let rows = plan.rows()?;
     if arguments.plot.is_some() && rows.iter().all(|row| row.bytes == 0) {

@@ -211,7 +211,7 @@ pub(super) struct Row {
 }
 
 /// What every rank is told.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Plan {
     pub(super) backend: String,
     /// The device kind whose memory is moved.
@@ -230,45 +230,15 @@ pub(super) struct Plan {
     pub(super) iters: u32,
     pub(super) check: bool,
     /// Calls are submitted and waited for.
-    #[serde(default)]
     pub(super) submit: bool,
     /// Every rank has one of the cores; they take turns.
-    #[serde(default)]
     pub(super) bind: bool,
     /// Tensors are the group's.
-    #[serde(default)]
     pub(super) alloc: bool,
     pub(super) row_limit_ms: u64,
 }
 
 impl Plan {
-    /// A plan that measures once; the rest is set through the fields.
-    pub(super) fn new(
-        backend: &str,
-        ops: Vec<Op>,
-        sizes: Vec<u64>,
-        dtype: DType,
-        row_limit: Duration,
-    ) -> Self {
-        Self {
-            backend: backend.to_string(),
-            device: "cpu".to_string(),
-            isolated: false,
-            options: Vec::new(),
-            ops,
-            sizes,
-            dtype: dtype.to_string(),
-            ranks: 1,
-            warmup: Some(0),
-            iters: 1,
-            check: false,
-            submit: false,
-            bind: false,
-            alloc: false,
-            row_limit_ms: u64::try_from(row_limit.as_millis()).unwrap_or(u64::MAX),
-        }
-    }
-
     /// The device of `rank`: the kind's devices are dealt out in turn.
     pub(super) fn device(&self, rank: u32) -> Result<Device> {
         let kind: DeviceKind = self.device.parse()?;
@@ -368,9 +338,13 @@ mod tests {
 
     #[test]
     fn rows_are_whole_elements_and_whole_parts_and_a_barrier_has_one() {
-        let ops = vec![Op::AllReduce, Op::AllGatherInto, Op::Barrier];
-        let mut plan = Plan::new("x", ops, vec![1, 4, 10], DType::F32, Duration::from_secs(1));
-        plan.ranks = 3;
+        let plan = Plan {
+            ops: vec![Op::AllReduce, Op::AllGatherInto, Op::Barrier],
+            sizes: vec![1, 4, 10],
+            dtype: DType::F32.to_string(),
+            ranks: 3,
+            ..Plan::default()
+        };
         let rows: Vec<_> = plan
             .rows()
             .unwrap()
@@ -390,13 +364,10 @@ mod tests {
 
     #[test]
     fn warm_ups_move_some_bytes_unless_their_number_is_given() {
-        let mut plan = Plan::new(
-            "x",
-            vec![Op::AllReduce],
-            vec![4],
-            DType::F32,
-            Duration::from_secs(1),
-        );
+        let mut plan = Plan {
+            warmup: Some(0),
+            ..Plan::default()
+        };
         let of = |plan: &Plan, bytes: u64| {
             let (op, count) = (Op::AllReduce, (bytes / 4) as usize);
             plan.warm_ups(Row { op, count, bytes })

@@ -126,22 +126,18 @@ fn time(us: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use oxccl::core::DType;
 
     use super::*;
 
     fn plan(iters: u32) -> Plan {
-        let mut plan = Plan::new(
-            "x",
-            vec![Op::AllReduce],
-            vec![4],
-            DType::F32,
-            Duration::from_secs(1),
-        );
-        (plan.ranks, plan.iters, plan.check) = (4, iters, true);
-        plan
+        Plan {
+            dtype: DType::F32.to_string(),
+            ranks: 4,
+            iters,
+            check: true,
+            ..Plan::default()
+        }
     }
 
     fn times(ns: &[u64]) -> Times {
