@@ -22,7 +22,7 @@ const ROWS: &[Row] = &[
     Row {
         name: "train_ddp::survives_a_kill_and_ends_equal",
         program: env!("CARGO_BIN_EXE_train_ddp"),
-        arguments: "--replicas 2 --kill 1@300 --backend xccl",
+        arguments: "--replicas 2 --steps 1500 --kill 1@300 --backend xccl",
         killed_at: 300,
         log: "runs in a child process",
         is_long: false,

@@ -16,7 +16,7 @@ const ROWS: &[Row] = &[
     Row {
         name: "train_ddp::survives_a_kill_on_xpu_and_ends_equal",
         program: env!("CARGO_BIN_EXE_train_ddp"),
-        arguments: "--replicas 2 --steps 2000 --kill 1@100 --device xpu",
+        arguments: "--replicas 2 --steps 1000 --kill 1@100 --device xpu",
         killed_at: 100,
         log: "gradients are reduced on this device",
         is_long: false,

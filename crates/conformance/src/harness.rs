@@ -36,7 +36,7 @@ pub(crate) const LASTING: &str = "many";
 pub(crate) const TIME_LIMIT: Duration = crate::expected::CASE.at_most;
 
 /// How many cases run at once, at least, in a suite that has the machine to itself: most of them wait most of the time.
-const BY_ITSELF: usize = 12;
+const BY_ITSELF: usize = 24;
 
 /// None in the matrix, which runs suites side by side.
 fn by_itself() -> Option<usize> {
@@ -458,7 +458,7 @@ pub struct Plan {
     /// The worlds of [`Worlds::Large`] too, on ranks that live through many cases.
     pub large: bool,
     /// How many cases run at once unless `--test-threads` says it; `None` is one per core in `cargo xtask test`, which runs suites side by
-    /// side, and a dozen at least elsewhere. More, where starting mostly sleeps; fewer, where it computes.
+    /// side, and two dozen at least elsewhere. More, where starting mostly sleeps; fewer, where it computes.
     pub at_once: Option<usize>,
     /// The program of a process rank with its first arguments, if it is not this very binary without arguments. It must come to
     /// [`Plan::serve`] with a plan of the same backend.
