@@ -574,9 +574,8 @@ impl Completer {
 impl Drop for Completer {
     fn drop(&mut self) {
         if let Some(shared) = self.0.take() {
-            let e = Error::new(ErrorKind::Internal, "the engine dropped the operation")
-                .with_op(shared.kind.name());
-            shared.end(State::Failed(e, Vec::new()), 0);
+            let error = Error::new(ErrorKind::Internal, "the engine dropped the operation");
+            Self(Some(shared)).fail(error, Vec::new());
         }
     }
 }
