@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use ftcore::float_mode::foreign;
 use ftcore::{
     Capabilities, Collective, DType, Error, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
     SubmitOptions, Tensor,
@@ -423,26 +424,43 @@ fn coalesced(rank: &Rank) -> Outcome {
 }
 
 /// INV-3: with values whose sum depends on the order, every rank has the same bits.
+/// A program may have set how its threads flush and round (`ftcore::float_mode`), here on each rank in another way, also while it makes its
+/// group.
 fn bitwise_equal(rank: &Rank) -> Outcome {
+    let [flush, toward_zero] = foreign::MODES;
+    let mode = match rank.rank % 3 {
+        0 => 0,
+        1 => toward_zero,
+        _ => flush,
+    };
+    foreign::with(mode, || bitwise_equal_in_its_mode(rank))
+}
+
+fn bitwise_equal_in_its_mode(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     for dtype in BITWISE {
-        if !group.capabilities().reduces(ReduceOp::Sum, dtype) {
-            continue;
-        }
-        for count in [5usize, 1000, 70_001] {
-            let tensor = oracle::tensor(Inputs::Fractions, dtype, ReduceOp::Sum, rank.rank, count);
-            let result = group.all_reduce(tensor, ReduceOp::Sum)?.take_tensor()?;
+        for (op, count) in [
+            (ReduceOp::Sum, 5usize),
+            (ReduceOp::Sum, 1000),
+            (ReduceOp::Avg, 1000),
+            (ReduceOp::Sum, 70_001),
+        ] {
+            if !group.capabilities().reduces(op, dtype) {
+                continue;
+            }
+            let tensor = oracle::tensor(Inputs::Fractions, dtype, op, rank.rank, count);
+            let result = group.all_reduce(tensor, op)?.take_tensor()?;
             ensure!(
                 result.count() == count,
                 "{} elements came back of {count}",
                 result.count()
             );
-            let key = |r: u32| format!("bits/{}/{count}/{r}", dtype.name());
+            let key = |r: u32| format!("bits/{dtype}/{op}/{count}/{r}");
             rank.store.set(&key(rank.rank), result.bytes(), rank.soon())?;
             let first = rank.store.get(&key(0), rank.soon())?;
             ensure!(
                 first == result.bytes(),
-                "rank {} and rank 0 differ in {dtype} × {count}",
+                "rank {} and rank 0 differ in the {op} of {dtype} × {count}",
                 rank.rank
             );
         }

@@ -9,9 +9,15 @@ pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
 #[cfg(not(feature = "shuttle"))]
 use std::thread;
 
-/// Starts a detached thread. `Io` if the system starts none.
+use crate::float_mode::DefaultMode;
+
+/// Starts a detached thread, in the default [mode](crate::float_mode) for floats: a new thread has that of its maker, and so have those that a
+/// library starts on it, but what they compute is to be the same on all ranks. `Io` if the system starts none.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> crate::Result<()> {
-    let started = thread::Builder::new().name(name.to_string()).spawn(body);
+    let started = thread::Builder::new().name(name.to_string()).spawn(move || {
+        let _mode = DefaultMode::set();
+        run(body);
+    });
     let failed = |e| {
         let text = format!(
             "the thread {name} does not start; this process may have too many of them for its limits (`ulimit -u`, the cgroup's \
@@ -20,4 +26,10 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> crate::Result<
         crate::Error::io(text, e)
     };
     started.map(drop).map_err(failed)
+}
+
+/// Not inlined: see [`DefaultMode`].
+#[inline(never)]
+fn run(body: impl FnOnce()) {
+    body();
 }

@@ -5,7 +5,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use super::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Ticket};
+use super::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Ticket, spawn};
+use crate::float_mode::foreign;
 use crate::{
     Collective, Completion, DType, Epoch, Error, Event, Result, Status, Tensor, Work, deadline_in,
     leaked_bytes, lifecycle,
@@ -293,4 +294,21 @@ fn a_caller_waits_for_what_the_engine_says_of_an_operation_that_its_driver_keeps
     );
     let kept = std::mem::take(&mut *engine.driver().0.lock().unwrap());
     drop(kept);
+}
+
+/// The smallest float, or nothing where those are flushed.
+#[inline(never)]
+fn smallest() -> u32 {
+    let smallest = std::hint::black_box(f32::from_bits(1));
+    (smallest * std::hint::black_box(1.0)).to_bits()
+}
+
+#[test]
+fn a_thread_of_an_engine_computes_as_all_do_however_its_maker_flushes_and_rounds() {
+    for mode in foreign::MODES {
+        let (tell, told) = channel();
+        let body = move || tell.send(smallest()).unwrap();
+        foreign::with(mode, || spawn("ox-test", body)).unwrap();
+        assert_eq!(told.recv_timeout(LONG), Ok(1));
+    }
 }
