@@ -37,22 +37,6 @@ fn names(set: core::DTypeSet) -> Vec<&'static str> {
         .collect()
 }
 
-fn feature_name(feature: Feature) -> &'static str {
-    match feature {
-        Feature::Abort => "abort",
-        Feature::Reconfigure => "reconfigure",
-        Feature::MismatchDetection => "mismatch_detection",
-        Feature::BitwiseEqual => "bitwise_equal",
-        Feature::Contributors => "contributors",
-        Feature::Tags => "tags",
-        Feature::RecvAny => "recv_any",
-        Feature::ThreadRanks => "thread_ranks",
-        Feature::Split => "split",
-        Feature::Borrow => "borrow",
-        _ => "unknown",
-    }
-}
-
 #[pymethods]
 impl Capabilities {
     /// Names of the operations that are served.
@@ -84,7 +68,7 @@ impl Capabilities {
         Feature::ALL
             .into_iter()
             .filter(|&f| self.inner.has(f))
-            .map(feature_name)
+            .map(Feature::name)
             .collect()
     }
 

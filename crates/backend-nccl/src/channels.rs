@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use ftcore::engine::{Held, Ticket, spawn};
 use ftcore::{Collective, Completion, DType, Error, ErrorKind, Event, Result, Stream, agreement, time_left};
-use nccl_sys::{UniqueId, dtype};
+use nccl_sys::dtype;
 
 use crate::cuda::event::CudaEvent;
 use crate::cuda::kernels::Kernel;
 use crate::cuda::raw::Span;
 use crate::cuda::stream::CudaStream;
 use crate::driver::{NcclDriver, Shared, lock};
-use crate::raw::{Comm, give_up, nccl};
+use crate::raw::{Comm, give_up, id_of, nccl};
 
 /// One message on its way into a channel.
 struct Message {
@@ -277,14 +277,7 @@ fn connect(shared: &Shared, key: Key, deadline: Instant) -> Result<Comm> {
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(5));
         }
-        let bytes = c.store.get(&name, deadline)?;
-        let id = <[u8; UniqueId::BYTES]>::try_from(bytes.as_slice());
-        UniqueId(id.map_err(|_| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("what stands at '{name}' is not an id"),
-            )
-        })?)
+        id_of(&c.store.get(&name, deadline)?, from)?
     };
     Comm::init(
         nccl,

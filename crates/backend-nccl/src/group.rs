@@ -16,7 +16,7 @@ use crate::cuda::event::CudaEvent;
 use crate::cuda::gpu::Gpu;
 use crate::driver::{self, Call, Ingredients, NcclDriver};
 use crate::options::Settings;
-use crate::raw::{Comm, Nccl, Part, factor_in, give_up, nccl};
+use crate::raw::{Comm, Nccl, Part, factor_in, give_up, id_of, nccl};
 use crate::split::split;
 use crate::threads;
 
@@ -76,7 +76,7 @@ impl NcclBackend {
             }
             Origin::Id => {
                 let id = meeting.id(c, || unique_id(nccl, c, &meeting.watch()));
-                id.and_then(|id| self.initialise(nccl, c, id_of(&id)?, &meeting.watch()))
+                id.and_then(|id| self.initialise(nccl, c, id_of(&id, 0)?, &meeting.watch()))
             }
         };
         let settled = comm.and_then(|comm| match settle(&comm, c, &meeting.watch()) {
@@ -130,18 +130,6 @@ fn unique_id(
     let stop = || c.cancel.reason().or_else(elsewhere);
     let id = bounded("ox-nccl-id", c.deadline, &stop, &late, || nccl.unique_id(), drop)??;
     Ok(id.0.to_vec())
-}
-
-/// Out of the store, which is not trusted (INV-10).
-fn id_of(bytes: &[u8]) -> Result<UniqueId> {
-    bytes.try_into().map(UniqueId).map_err(|_| {
-        let text = format!(
-            "rank 0's unique id has {} bytes, not {}",
-            bytes.len(),
-            UniqueId::BYTES
-        );
-        Error::new(ErrorKind::Protocol, text).with_peer(0)
-    })
 }
 
 fn too_late(c: &Configuration) -> Error {

@@ -43,6 +43,18 @@ pub(crate) fn nccl() -> Result<&'static Nccl> {
     .map_err(Clone::clone)
 }
 
+/// What rank `maker` has put into the store, which is not trusted (INV-10).
+pub(crate) fn id_of(bytes: &[u8], maker: u32) -> Result<UniqueId> {
+    bytes.try_into().map(UniqueId).map_err(|_| {
+        let text = format!(
+            "rank {maker}'s unique id has {} bytes, not {}",
+            bytes.len(),
+            UniqueId::BYTES
+        );
+        Error::new(ErrorKind::Protocol, text).with_peer(maker)
+    })
+}
+
 /// What a communicator is made with, in C's terms.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Wish {

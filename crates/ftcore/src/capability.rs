@@ -65,27 +65,27 @@ coded! {
     #[non_exhaustive]
     pub enum Feature {
         /// `abort` from any thread ends all pending work within 100 ms (INV-2).
-        Abort = 0,
+        Abort = 0 => "abort",
         /// `configure` works again after a failure, in the same process (INV-2).
-        Reconfigure = 1,
+        Reconfigure = 1 => "reconfigure",
         /// Ranks that call different collectives get a typed error naming both sides (L15).
-        MismatchDetection = 2,
+        MismatchDetection = 2 => "mismatch_detection",
         /// All ranks of a finished all-reduce hold bitwise equal results (INV-3).
-        BitwiseEqual = 3,
+        BitwiseEqual = 3 => "bitwise_equal",
         /// `SubmitOptions::contribute` is honoured, and averages divide by the contributors (INV-4).
-        Contributors = 4,
+        Contributors = 4 => "contributors",
         /// Point-to-point messages are matched by tag. Without it they match in the order in which they are sent, and any tag but 0 is
         /// `Unsupported`; another group can match them (`messages:gloo` in a backend specification).
-        Tags = 5,
+        Tags = 5 => "tags",
         /// A receive may name no sender.
-        RecvAny = 6,
+        RecvAny = 6 => "recv_any",
         /// Ranks may be threads of one process.
-        ThreadRanks = 7,
+        ThreadRanks = 7 => "thread_ranks",
         /// `split` works.
-        Split = 8,
+        Split = 8 => "split",
         /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nothing touches the
         /// tensors' memory any more and all of them are given back, so that borrowed memory may be passed.
-        Borrow = 9,
+        Borrow = 9 => "borrow",
     }
 }
 

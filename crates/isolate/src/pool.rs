@@ -210,11 +210,7 @@ impl Pool {
 
     /// A tensor of `shape` in shared memory: zeroed on the host, with undefined contents on a device.
     pub(crate) fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let bytes = shape
-            .iter()
-            .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
-            .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
-        let region = self.take(bytes)?;
+        let region = self.take(Tensor::bytes_of(dtype, shape)?)?;
         let offset = region.offset;
         if let (Mode::Shared(shared), Ok(whole)) = (&self.mode, region.segment.device_memory()) {
             let whole = whole.clone();

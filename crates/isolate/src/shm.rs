@@ -136,12 +136,8 @@ impl Mapping {
         shape: &[usize],
         owner: Box<dyn std::any::Any + Send + Sync>,
     ) -> Result<Tensor> {
-        let bytes = shape
-            .iter()
-            .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
-            .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
-        let ptr = self.at(offset, bytes)?;
-        // SAFETY: `bytes` bytes within the mapping (checked), which `owner` keeps; alignment is checked by `from_raw`; one
+        let ptr = self.at(offset, Tensor::bytes_of(dtype, shape)?)?;
+        // SAFETY: as many bytes within the mapping (checked), which `owner` keeps; alignment is checked by `from_raw`; one
         // writer as said above.
         unsafe { Tensor::from_raw(ptr, dtype, shape, None, Device::CPU, owner) }
     }

@@ -23,7 +23,7 @@ use crate::scratch::Scratch;
 /// How long ranks may take to end once they must.
 const END: Duration = Duration::from_secs(10);
 /// After a failure: how long the other ranks may take to say what they saw of it.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const REPORTING: Duration = Duration::from_secs(2);
 
 /// One rank, until it has ended.
 enum Rank {
@@ -162,7 +162,7 @@ impl Ranks {
         if self.failures.is_empty() {
             return None;
         }
-        self.wait_all(deadline_in(LAST_WORDS));
+        self.wait_all(deadline_in(REPORTING));
         self.stop("another rank failed");
         self.failures.sort_by_key(|f| (!f.killed, f.rank));
         let lines: Vec<String> = self

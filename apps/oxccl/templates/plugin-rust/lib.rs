@@ -5,6 +5,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use oxccl_plugin::ftcore::float_mode::DefaultMode;
 use oxccl_plugin::ftcore::registry::BackendFactory;
 use oxccl_plugin::ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Epoch,
@@ -114,9 +115,9 @@ fn all_reduce(state: &mut State, tensors: &mut [Tensor], deadline: Instant) -> R
                 );
                 return Err(Error::new(ErrorKind::Mismatch, text));
             }
-            for (sum, bytes) in sums.iter_mut().zip(part.as_chunks::<4>().0) {
-                *sum += f32::from_ne_bytes(*bytes);
-            }
+            // A program may have set how this thread flushes and rounds; the sum is the same on all ranks.
+            let _mode = DefaultMode::set();
+            add(&mut sums, &part);
             if rank != c.rank {
                 state.traffic.sent += tensor.byte_len() as u64;
                 state.traffic.received += part.len() as u64;
@@ -126,6 +127,14 @@ fn all_reduce(state: &mut State, tensors: &mut [Tensor], deadline: Instant) -> R
     }
     state.seq += 1;
     Ok(())
+}
+
+/// Not inlined: see `DefaultMode`.
+#[inline(never)]
+fn add(sums: &mut [f32], part: &[u8]) {
+    for (sum, bytes) in sums.iter_mut().zip(part.as_chunks::<4>().0) {
+        *sum += f32::from_ne_bytes(*bytes);
+    }
 }
 
 impl Group {

@@ -16,7 +16,7 @@ const KEPT: usize = 256 << 20;
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 
-/// Blocks that is not in use, by length.
+/// Blocks that are not in use, by length.
 #[derive(Default)]
 pub(crate) struct Cache(Mutex<Kept>);
 

@@ -133,14 +133,18 @@ fn channel_garbage() -> Outcome {
             store.set("errors/1/channel-0-1", b"nonsense", deadline_in(SOON))?;
             store.barrier("it stands there", 2, deadline_in(SOON))?;
             let e = group_error(group)?;
-            says(&e, ErrorKind::Protocol, &["rank 1", "is not an id"])?;
+            says(
+                &e,
+                ErrorKind::Protocol,
+                &["rank 1", "rank 0's unique id has 8 bytes"],
+            )?;
         } else {
             store.barrier("it stands there", 2, deadline_in(SOON))?;
             let e = message(1, group, SOON)?.wait(deadline_in(SOON)).err();
             says(
                 &e.ok_or("it succeeded")?,
                 ErrorKind::Protocol,
-                &["is not an id", "recv"],
+                &["rank 0's unique id has 8 bytes", "recv"],
             )?;
         }
         next_epoch(rank, group, store)

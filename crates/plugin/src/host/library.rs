@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use ftcore::float_mode::DefaultMode;
 use ftcore::printable::{LONGEST, one_line};
 use ftcore::registry::Unavailable;
 use ftcore::{DeviceKind, Error, Result};
@@ -300,10 +301,13 @@ impl Library {
         format!("{} ({})", self.name, self.path.display())
     }
 
-    /// A call with a fault of its own.
+    /// A call with a fault of its own, in the default mode for floats: what a plugin computes in it, or on threads that it starts then, is
+    /// the same on all ranks.
     pub(super) fn call(&self, run: impl FnOnce(*mut Fault) -> i32) -> Result<()> {
         let mut fault = Fault::empty();
+        let mode = DefaultMode::set();
         let status = run(&raw mut fault);
+        drop(mode);
         if status == OK {
             return Ok(());
         }
